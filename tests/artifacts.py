@@ -1,4 +1,4 @@
-"""Pen, black, folds, bubbles and blur, made on pictures of sound tissue at known places."""
+"""Simulated pen, black, fold, bubble and blur artifacts at known places of a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GLASS = 243
 
 
 def stroke(shape, um_per_px, rng, width_um=300.0):
-    """bool[h, w]: a curved line across the picture, as a marker leaves it."""
+    """Return bool[h, w], a curved line across the picture like the stroke of a marker."""
     height, width = shape
     points = [(x * width / 6, height * (0.5 + rng.uniform(-0.35, 0.35))) for x in range(7)]
     mask = Image.new("1", (width, height))
@@ -21,20 +21,20 @@ def stroke(shape, um_per_px, rng, width_um=300.0):
 
 
 def disc(shape, centre, radius_px):
-    """bool[h, w]: a disc around (x, y)."""
+    """Return bool[h, w], a disc around (x, y)."""
     y, x = np.mgrid[: shape[0], : shape[1]]
     return (x - centre[0]) ** 2 + (y - centre[1]) ** 2 < radius_px**2
 
 
 def inked(image, where, colour, opacity=0.85):
-    """The picture uint8[h, w, 3] under a marker's ink."""
+    """Return the picture uint8[h, w, 3] under a marker's ink."""
     out = image.astype(float)
     out[where] = (1 - opacity) * out[where] + opacity * np.array(INKS[colour])
     return out.round().astype(np.uint8)
 
 
 def translucent(image, where, colour, strength=0.85):
-    """The picture under ink that absorbs light and hides nothing, in streaks."""
+    """Return the picture under streaks of translucent ink."""
     streaks = gaussian_filter(np.random.default_rng(5).normal(size=where.shape), 8)
     passing = 1 - strength * (1 - np.array(INKS[colour]) / GLASS)
     passing = passing * (1 + 0.08 * streaks / streaks.std())[..., None]
@@ -44,14 +44,14 @@ def translucent(image, where, colour, strength=0.85):
 
 
 def blackened(image, where):
-    """The picture where nothing was scanned in places."""
+    """Return the picture with unscanned, black places."""
     out = image.copy()
     out[where] = 0
     return out
 
 
 def blurred(image, where, sigma_um, um_per_px):
-    """The picture out of focus in places."""
+    """Return the picture out of focus at places."""
     out = image.copy()
     for channel in range(3):
         soft = gaussian_filter(image[..., channel].astype(np.float32), sigma_um / um_per_px)
@@ -60,14 +60,14 @@ def blurred(image, where, sigma_um, um_per_px):
 
 
 def folded(image, where, shift_px):
-    """The picture where tissue lies double in places: it absorbs what is there, and what is a little aside."""
+    """Return the picture with double tissue at places: it absorbs as the tissue there and a shifted copy."""
     density = -np.log((image.astype(float) + 1) / 256)
     over = density + np.roll(density, shift_px, axis=(0, 1))
     return np.where(where[..., None], 256 * np.exp(-over) - 1, image).clip(0, 255).round().astype(np.uint8)
 
 
 def bubbled(image, centre, radius_px, um_per_px, rim_um=14.0):
-    """The picture with an air bubble: a dark grey rim, and what is in it magnified, soft and a little paler."""
+    """Return the picture with an air bubble: a dark gray rim around magnified, soft and slightly paler tissue."""
     height, width = image.shape[:2]
     y, x = np.mgrid[:height, :width].astype(float)
     distance = np.hypot(x - centre[0], y - centre[1])

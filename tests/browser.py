@@ -1,4 +1,4 @@
-"""Headless Chromium for tests: driven over its debugging pipe, which needs no library and no port."""
+"""A headless Chromium for tests, driven over its debugging pipe without a library or a port."""
 
 import base64
 import itertools
@@ -21,7 +21,7 @@ _FLAGS = (
 
 
 class Page:
-    """One page of a browser; `said` collects the errors of its console, `asked` the addresses it requested."""
+    """A page of a browser; `said` collects the errors of its console, `asked` the requested addresses."""
 
     def __init__(self, send: int, receive: int) -> None:
         self._send, self._receive, self._buffer = send, receive, b""
@@ -64,7 +64,7 @@ class Page:
         return found
 
     def size(self, width: int, height: int, *, dark: bool = False, touch: bool = False) -> None:
-        """Set the window's size in pixels, and which colours people prefer."""
+        """Set the window's size in pixels and the preferred color scheme."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
@@ -76,7 +76,7 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def run(self, script: str):
-        """Return the value of an expression, awaited, in the page; not bound by its content policy."""
+        """Return the awaited value of an expression in the page; the content policy does not apply to it."""
         done = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
@@ -101,20 +101,20 @@ class Page:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def key(self, key: str) -> None:
-        """Press a key that gives a character, or has a name."""
+        """Press a key of a character or of a name."""
         text = {"text": key} if len(key) == 1 else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def picture(self, path: Path) -> Path:
-        """Write what the window shows as PNG."""
+        """Write the window's contents as PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
         return path
 
 
 @contextmanager
 def browser(profile: Path):
-    """A page of a new Chromium, which ends with it."""
+    """Yield a page of a new Chromium, which ends with the context."""
     (theirs_in, send), (receive, theirs_out) = os.pipe(), os.pipe()
     third_and_fourth = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'  # where Chromium reads and writes
     command = ["bash", "-c", third_and_fourth, "bash", CHROMIUM, *_FLAGS, f"--user-data-dir={profile}"]

@@ -1,4 +1,4 @@
-"""Small studies that tests share."""
+"""Small studies and helpers shared by all tests."""
 
 import atexit
 import gc
@@ -58,7 +58,7 @@ def _processor_seconds() -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark tests by their folder; the longest begin first."""
+    """Mark tests by their folder and run the longest first."""
     markers = {"nightly": "slow", "end_to_end": "end_to_end", "extensions": "extension"}
     for item in items:
         if marker := markers.get(item.path.parent.name):
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Modules and tests are no garbage: looking through them again and again takes a seventh of the time."""
+    """Freeze modules and tests for the garbage collector: scanning them takes a seventh of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
@@ -76,7 +76,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """A test that takes more than its share fails; three times that counts, for a busy machine is a slow one."""
+    """Fail a test above three times its time limit; the factor allows for busy machines."""
     before = _processor_seconds()
     result = yield
     limit = next(SECONDS[name] for name in SECONDS if not name or item.get_closest_marker(name))
@@ -86,19 +86,19 @@ def pytest_runtest_call(item):
 
 
 def planned(n, batch_size, epochs=1, **terms):
-    """A privacy plan of these sizes, for tests that do not care for the rest."""
+    """Return a privacy plan of these sizes with default values for the rest."""
     given = {"sigma": 1.0, "clip": 1.0, "delta": 1e-6, **terms}
     return plan_of_round(n=n, batch_size=batch_size, epochs=epochs, **given)
 
 
 def nightly(*cases):
-    """Cases of a parametrised test that `make test-nightly` alone asks for: one of their kind is asked always."""
+    """Mark cases of a parametrised test as slow: they run in `make test-nightly` only, beside one unmarked case."""
     as_tuples = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*one, marks=pytest.mark.slow) for one in as_tuples]
 
 
 def refused(action, *words: str, error=UsageError) -> None:
-    """The action fails with this error, in one line that holds the words."""
+    """Check that the action fails with this error in one line with these words."""
     with pytest.raises(error) as caught:
         action()
     message = str(caught.value)
@@ -108,7 +108,7 @@ def refused(action, *words: str, error=UsageError) -> None:
 
 
 def patches_of(rng, labels, size_px, tint):
-    """Patches whose texture tells the label and whose tint tells the site."""
+    """Return patches with a texture for the label and a tint for the site."""
     pixels = rng.integers(90, 160, (len(labels), size_px, size_px, 3)).astype(np.int64)
     stripes = (np.arange(size_px) // 2 % 2 * 60)[None, :, None, None]
     pixels += np.where(np.asarray(labels)[:, None, None, None] == 1, stripes, 0) + np.asarray(tint)
@@ -116,20 +116,20 @@ def patches_of(rng, labels, size_px, tint):
 
 
 def write_store(study: Study, site: str, *, n_per_slide=12, n_patients=4, size_px=16, mpp=1.0, seed=0):
-    """A store of `n_patients` slides, the last patient's for testing."""
+    """Write a store of `n_patients` slides, with the last patient for testing."""
     made = _made_store(site, n_per_slide, n_patients, size_px, mpp, seed)
     shutil.copytree(made, study.store_path(site).parent, copy_function=_put, dirs_exist_ok=True)
 
 
 def _put(source: str, target: str) -> None:
-    """Puts a copy in the place of a file, as writers do."""
+    """Put a copy in the place of a file, as writers do."""
     shutil.copyfile(source, f"{target}.new")
     Path(f"{target}.new").replace(target)
 
 
 @cache
 def _made_store(site: str, n_per_slide: int, n_patients: int, size_px: int, mpp: float, seed: int) -> Path:
-    """The folder of such a store, written once."""
+    """Return the folder of such a store, written once."""
     rng = np.random.default_rng(seed)
     spec = GridSpec(size_px, mpp, size_px)
     folder = Path(tempfile.mkdtemp(dir=_MADE)) / "store"
@@ -157,7 +157,7 @@ def _made_store(site: str, n_per_slide: int, n_patients: int, size_px: int, mpp:
 
 @contextmanager
 def edited(path: Path):
-    """A patch store or a shard to be changed as if it had been written so."""
+    """Open a patch store or a shard for changes that look like the original writing."""
     with h5py.File(path, "r+") as file:
         yield file
         write_seal(file, PIXEL_DATASETS)
@@ -183,7 +183,7 @@ bootstrap = 50
 
 
 def published(folder: Path, name: str, seed: int = 0) -> Path:
-    """A file of weights of a timm model with its classifier, no statistic of which is what it is at first."""
+    """Write weights of a timm model with its classifier; all its statistics differ from their initial values."""
     import timm
     import torch
     from safetensors.torch import save_file
@@ -202,7 +202,7 @@ def published(folder: Path, name: str, seed: int = 0) -> Path:
 
 
 def write_features(study: Study, site: str, x, labels, patients, splits, *slides) -> None:
-    """A store of the features float32[n, d] of patches that nobody has seen, and no patch store.
+    """Write a store of the features float32[n, d] of patches without a patch store.
 
     Args:
         slides: the slide of each patch; all are of one where this is left out.
@@ -259,19 +259,19 @@ def make_study(root: Path, n_sites=3, extra="", site_extra="real = false", *, te
 
 
 def metrics(path: Path, site: str) -> list[dict[str, Any]]:
-    """The lines of a site's metrics.jsonl in a run."""
+    """Return the lines of a site's metrics.jsonl in a run."""
     return [json.loads(line) for line in (path / "sites" / site / "metrics.jsonl").read_text().splitlines()]
 
 
 def model(path: Path, site: str, role: str = "private"):
-    """The tensors of a site's model of a role in a run, by name."""
+    """Return the tensors, by name, of a site's model of a role in a run."""
     from safetensors.torch import load_file
 
     return load_file(path / "sites" / site / f"{role}.safetensors")
 
 
 def slow_intervals(scored_rows, cluster, exact=lambda *_: None, *, repeats, seed=0):
-    """Intervals over patients by definition: the rows of each draw are put together, and scored as if they were data.
+    """Compute intervals over patients by definition: each resample is concatenated and scored as data.
 
     Args:
         scored_rows: rows int64[m] → scores by name.
@@ -295,14 +295,14 @@ def slow_intervals(scored_rows, cluster, exact=lambda *_: None, *, repeats, seed
 
 
 def same(a, b) -> bool:
-    """Whether two models of named tensors are equal, bit for bit."""
+    """Return whether two models of named tensors are equal bit for bit."""
     import torch
 
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 class Told:
-    """A communicator whose other site says what a test lets it say."""
+    """A communicator with scripted documents of the other site."""
 
     sites, running, n_sites = (1,), (0, 1), 2
 
@@ -316,7 +316,7 @@ class Told:
 
 @contextmanager
 def interrupted_after(n: int):
-    """Within it a run ends as by Ctrl-C, where a site is about to log a round for the n-th time."""
+    """Interrupt a run as by Ctrl-C before a site logs its n-th round."""
     from wsi_fl.federation import loop
 
     real, calls = loop._log_round, []
@@ -334,7 +334,7 @@ def interrupted_after(n: int):
 
 @pytest.fixture(scope="module", autouse=True)
 def _state_of_a_module(tmp_path_factory):
-    """What the tests of a file share is made by a user of its own as well."""
+    """Give each test file a user state of its own for the studies that its tests share."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -342,13 +342,13 @@ def _state_of_a_module(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _user_state(tmp_path_factory, monkeypatch):
-    """Each test is a user of its own: what real sites of the same name spent elsewhere is not its."""
+    """Give each test a user state of its own: ledgers of real sites of the same name do not count."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
 
 
 @pytest.fixture(scope="session")
 def archive(tmp_path_factory):
-    """Eight painted slides of two hospitals, to be read alone."""
+    """Return eight read-only simulated slides of two hospitals."""
     from wsi_fl.demo.simulated_slides import simulate_archive
 
     folder = tmp_path_factory.mktemp("phantom") / "archive"
@@ -357,7 +357,7 @@ def archive(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_weights(tmp_path_factory):
-    """Random weights of a tiny architecture."""
+    """Return random weights of a tiny architecture."""
     import timm
     import torch
     from safetensors.torch import save_file
@@ -378,25 +378,25 @@ larger_study = partial(make_study, n_sites=4, text=LARGER)
 
 @pytest.fixture
 def larger(tmp_path):
-    """A study for what needs some rounds: `study = larger` in a file gives it to all tests there."""
+    """Return a study for tests of several rounds; `study = larger` in a file gives it to all tests there."""
     return larger_study(tmp_path / "study")
 
 
 @pytest.fixture
 def larger_pair(tmp_path):
-    """The same with two sites."""
+    """Return the larger study with two sites."""
     return larger_study(tmp_path / "study", n_sites=2)
 
 
 @pytest.fixture
 def pair(tmp_path):
-    """A study of two sites, for what needs no more: it is half as long."""
+    """Return a study of two sites, which takes half the time."""
     return make_study(tmp_path / "study", n_sites=2)
 
 
 @pytest.fixture
 def wsi_fl(monkeypatch):
-    """Runs the command line in a folder and in this process; returns what a finished process would."""
+    """Run the command line in a folder and in this process; return the result of a finished process."""
     from wsi_fl.__main__ import main
 
     def run(*arguments, cwd, env=None):
@@ -421,7 +421,7 @@ def wsi_fl(monkeypatch):
 
 @pytest.fixture
 def as_ranks(monkeypatch):
-    """Does a piece of work in n threads that take each other for ranks of MPI; returns what each returned or raised."""
+    """Run a function in n threads that act as MPI ranks; return each rank's value or error."""
 
     def run(n, work):
         barrier, me, told = threading.Barrier(n, timeout=60), threading.local(), [()] * n
@@ -458,7 +458,7 @@ def as_ranks(monkeypatch):
 
 
 def train_generator(study, *, site, overrides=(), **given):
-    """`synthesize train` of the study's only pipeline."""
+    """Run `synthesize train` of the study's only pipeline."""
     from wsi_fl.synthesis.keys import Synthesis
     from wsi_fl.synthesis.stages.generator_training import train_generator
     from wsi_fl.synthesis.stages.generator_types import load_kind
@@ -468,7 +468,7 @@ def train_generator(study, *, site, overrides=(), **given):
 
 
 def check(study, *, site, overrides=()):
-    """`synthesize check` of the study's only pipeline."""
+    """Run `synthesize check` of the study's only pipeline."""
     from wsi_fl.synthesis.keys import Synthesis
     from wsi_fl.synthesis.stages.generator_check import check_generator
     from wsi_fl.synthesis.stages.generator_types import load_kind
@@ -479,7 +479,7 @@ def check(study, *, site, overrides=()):
 
 @pytest.fixture(scope="session")
 def federation():
-    """A root, which makes identities of sites."""
+    """Return a root CA, which makes identities of sites."""
     from federation_fixtures import Federation
 
     return Federation()
@@ -487,7 +487,7 @@ def federation():
 
 @pytest.fixture(scope="session")
 def identities(federation):
-    """Those of three sites."""
+    """Return the identities of three sites."""
     from federation_fixtures import NAMES
 
     return {name: federation.identity(name) for name in NAMES}

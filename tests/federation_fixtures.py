@@ -1,4 +1,4 @@
-"""A federation's certificates and kits, and a line within one process, to try what lines do to letters."""
+"""A federation's certificates and kits, and an in-process transport that can disturb sealed messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip
 
 
 class Federation:
-    """A root, and the identities and kits of sites."""
+    """A root CA with the identities and kits of sites."""
 
     def __init__(self) -> None:
         self.key = generate_key()
@@ -38,7 +38,7 @@ class Federation:
         return Identity.load(key, certificate, self.root)
 
     def kit(self, folder, name, identity=None, /, **more):
-        """The folder of a hospital's kit, as far as tests need one."""
+        """Return the folder of a hospital's kit with the parts that tests need."""
         identity = identity or self.identity(name)
         startup = folder / "startup"
         startup.mkdir(parents=True)
@@ -51,7 +51,7 @@ class Federation:
 
 
 def at_once(work, names, limit_s=120.0):
-    """What the work of each site returned or raised, by name; each works in a thread that bears its name."""
+    """Return each site's value or error by name; each site works in a thread of its name."""
     found = {}
 
     def be(name):
@@ -70,7 +70,7 @@ def at_once(work, names, limit_s=120.0):
 
 
 class Wire:
-    """A line within one process, and a bench for what lines do: tests slow it down, lose, repeat and alter with it.
+    """An in-process transport whose messages tests can delay, lose, repeat and alter.
 
     Args:
         name: the site at this end.
@@ -102,7 +102,7 @@ class Wire:
         return "" if "taken" in answers else "it was not taken"
 
     def cut(self, why: str) -> None:
-        """Let the line carry nothing any more."""
+        """Stop all transport of messages."""
         self._down = why
 
     def failure_reason(self) -> str:

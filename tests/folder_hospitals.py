@@ -1,4 +1,4 @@
-"""Hospitals as processes of their own over a folder: one process that has imported PyTorch, and forks one each.
+"""Hospitals as processes over a folder transport: one process imports PyTorch and forks one for each hospital.
 
 `python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
 same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "until", "leaving_s", "end_s",
@@ -40,7 +40,7 @@ FAULTS = ("kill", "kill", "stop", "cut", "full", "clock", "code", "ended")
 
 
 def be(job, killed):
-    """Be a hospital: take part, and leave what came of it in its study."""
+    """Act as a hospital: take part, and leave the result in its study."""
     study = Path(job["study"])
     os.environ["XDG_STATE_HOME"] = str(study / "state")
     log = os.open(study / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -83,7 +83,7 @@ def be(job, killed):
 
 
 def _suffer(study):
-    """Have the clock, the code and the disk that files in the study say; the clock may jump later, too."""
+    """Apply the clock, code and disk faults in files of the study; the clock may jump later, too."""
     real = time.time
 
     def ahead_s():
@@ -105,7 +105,7 @@ def _suffer(study):
 
 
 def limit_files(pids, n_bytes):
-    """Let processes write no longer files, as where a disk is full; -1 ends it."""
+    """Limit the length of files that processes write, as on a full disk; -1 lifts the limit."""
     for pid in pids:
         with suppress(ProcessLookupError):
             _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
@@ -123,7 +123,7 @@ def _take_your_time(seconds):
 
 
 def _lie(how):
-    """Be a hospital that wants others to spend: it spoils sums, or says that it never had one and begins again."""
+    """Act as a hostile hospital: spoil sums, or claim that it never had one and begin again."""
     masked = secure_aggregation.mask_values
     if how == "spoils":
         secure_aggregation.mask_values = lambda values, *args: masked(values, *args) ^ np.uint64(0x5A5A5A5A5A5A5A5A)
@@ -135,7 +135,7 @@ def _lie(how):
 
 
 def _die_in(kill):
-    """SIGKILL where a function of the loop is about to be called in a round, or of the rank or the sums in none."""
+    """Kill the process before a function of the loop in a round, or the rank or the sums in round none."""
     module = loop if kill["round"] else next(m for m in (ranks, secure_aggregation) if hasattr(m, kill["where"]))
     real = getattr(module, kill["where"])
 
@@ -158,7 +158,7 @@ def start(job, killed=False):
 
 
 def torture(jobs, seed, seconds, share):
-    """Let hospitals suffer for some seconds; return the faults that there were."""
+    """Apply random faults to hospitals for some seconds; return the faults."""
     dice, share = random.Random(seed), Path(share)
     alive, faults, due = {}, [], dict.fromkeys(range(len(jobs)), 0.0)
     mended = {}  # fault and hospital → when it is over, and what mends it
@@ -191,7 +191,7 @@ def torture(jobs, seed, seconds, share):
 
 
 def strike(fault, pid, job, dice, share, alive):
-    """Let a hospital, or the share, suffer; return what mends it, None where cron does.
+    """Apply one fault to a hospital or the share; return its repair, or None where cron repairs it.
 
     Its process is killed or stopped; its disk is full; its clock is wrong by hours or days, at once or after a reboot;
     it comes back with other code, or with a certificate that has ended; or the share is away.

@@ -1,4 +1,4 @@
-"""What a broken or hostile peer may send, by chance: it is valid, or refused in one line, and nothing else happens.
+"""Random messages of broken or hostile peers are valid or refused in one line, without other effects.
 
     python tests/fuzz_peers.py --seconds 600 [--seed 7]
     python tests/fuzz_peers.py --seed 7 --case 1234
@@ -96,7 +96,7 @@ TOKENS = (
 
 
 def kinds(*, slow: bool = False) -> list[tuple[Any, dict[str, Any]]]:
-    """Every kind of document that sites tell each other, and a document that is one or nearly so."""
+    """Return every kind of document that sites exchange, and one valid or nearly valid document."""
     found = {}
     for name in MODULES + (SLOW_MODULES if slow else ()):
         module = importlib.import_module(f"wsi_fl.{name}")
@@ -108,13 +108,13 @@ def kinds(*, slow: bool = False) -> list[tuple[Any, dict[str, Any]]]:
 
 @cache
 def example_of(kind: Any) -> dict[str, Any]:
-    """A plain document of this kind, with all keys that it must have."""
+    """Return a plain document of this kind with all required keys."""
     schema = TypeAdapter(kind).json_schema()
     return {key: _plain(schema["properties"][key]) for key in schema.get("required", ())}
 
 
 def _plain(schema: dict[str, Any]) -> Any:
-    """A valid value of a field."""
+    """Return a valid value of a field."""
     if "anyOf" in schema:
         return None
     if "enum" in schema:
@@ -125,7 +125,7 @@ def _plain(schema: dict[str, Any]) -> Any:
 
 
 def outcome(action: Callable[[], object]) -> str:
-    """ "valid", or "refused" in one line that can be printed; any other error is one of the code."""
+    """Return "valid", or "refused" for an error in one printable line; raise any other error."""
     try:
         action()
     except WsiFlError as error:
@@ -137,7 +137,7 @@ def outcome(action: Callable[[], object]) -> str:
 
 
 def bent_bytes(rng: random.Random, data: bytes) -> bytes:
-    """The bytes with some bits flipped, cut, repeated, or with something put in."""
+    """Return the bytes with some of them flipped, cut, repeated or inserted."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         at = rng.randrange(len(data) + 1)
         to = min(len(data), at + rng.randrange(1, 12))
@@ -156,7 +156,7 @@ def bent_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def bent(rng: random.Random, value: Any, depth: int = 0) -> Any:
-    """The JSON value with something in it replaced, left out, added, or nested."""
+    """Return the JSON value with a part replaced, omitted, added or nested."""
     if isinstance(value, dict | list) and 0 < len(value) < 1000 and depth < 4 and rng.random() < 0.8:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         key, made = rng.choice(keys), value.copy()
@@ -178,7 +178,7 @@ def bent(rng: random.Random, value: Any, depth: int = 0) -> Any:
 
 
 def document(rng: random.Random, kind: Any, sample: Any) -> Any:
-    """A document of this kind as it arrives from a peer: refused, or one that is valid."""
+    """Return a document of this kind as received from a peer: valid, or refused."""
     for _ in range(rng.choice((0, 1, 1, 2, 6))):
         sample = bent(rng, sample)
     text = json.dumps(sample).encode()
@@ -190,7 +190,7 @@ def document(rng: random.Random, kind: Any, sample: Any) -> Any:
 
 
 def several(rng: random.Random, kind: Any, samples: list[Any]) -> list[Any]:
-    """The documents of a few sites: mutated, where that is still valid."""
+    """Return the documents of a few sites, mutated within their schema."""
     found = []
     for sample in samples:
         try:
@@ -201,14 +201,14 @@ def several(rng: random.Random, kind: Any, samples: list[Any]) -> list[Any]:
 
 
 def fuzz_documents(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> object:
-    """Documents of all kinds; what is said of a row."""
+    """Fuzz documents of all kinds and the lines printed for a row."""
     kind, sample = rng.choice(every)
     told = document(rng, kind, sample)
     return describe_spending(told) if kind.__name__ == "SummaryRow" else told
 
 
 def fuzz_preflight(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> object:
-    """The comparison of what sites bring, and of their budgets."""
+    """Fuzz the comparison of the sites' data and budgets."""
     del every
     own = [example_of(PreflightDocument) | SAMPLES["PreflightDocument"] | {"site": f"C{k}"} for k in range(1, N_SITES)]
     brought = several(rng, PreflightDocument, own)
@@ -219,7 +219,7 @@ def fuzz_preflight(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) 
 
 
 def fuzz_roster(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> object:
-    """Who takes part, and the graph among them: no mass is lost whoever says what."""
+    """Fuzz membership and the graph among members: no report of a site loses mass."""
     del every
     first = find_first_round(several(rng, ResumeState, [SAMPLES["ResumeState"]] * N_SITES))
     assert 0 <= first < 2**31
@@ -239,7 +239,7 @@ def fuzz_roster(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> 
 
 
 def fuzz_messages(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> object:
-    """Headers and bodies of models and of buffers: what is not refused is what was agreed on."""
+    """Fuzz headers and bodies of models and buffers: each is refused or matches the plan."""
     del every
     images = rng.random() < 0.3
     if images:
@@ -271,7 +271,7 @@ def fuzz_messages(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -
 
 
 def _release(values: Any) -> Any:
-    """As a ledger would make it."""
+    """Return a release as a ledger would make it."""
     release = object.__new__(Release)
     content = {"site": "C1", "round": ROUND, "schema": SCHEMA, "vector": values, "weight": 1.0}
     for name, value in content.items():
@@ -283,7 +283,7 @@ TARGETS = (fuzz_documents, fuzz_preflight, fuzz_roster, fuzz_messages)
 
 
 def run_case(seed: int, case: int, every: list[tuple[Any, dict[str, Any]]]) -> str:
-    """What became of one case, as "target outcome"."""
+    """Run one case and return "target outcome"."""
     rng = random.Random(seed * 1_000_003 + case)
     target = rng.choice(TARGETS)
     try:
@@ -294,7 +294,7 @@ def run_case(seed: int, case: int, every: list[tuple[Any, dict[str, Any]]]) -> s
 
 
 def fuzz(seed: int, *, cases: int | None = None, seconds: float | None = None, slow: bool = False) -> Counter[str]:
-    """How often each outcome was seen, in so many cases or seconds."""
+    """Count the outcomes over a number of cases or seconds."""
     every = kinds(slow=slow)
     numbers: Iterator[int] = iter(range(cases if cases is not None else 1 << 62))
     end = time.monotonic() + (seconds if seconds is not None else 1e9)

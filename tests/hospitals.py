@@ -1,4 +1,4 @@
-"""A test bed: hospitals as processes of this machine, each with its own kit, study and store."""
+"""A test bed of hospitals as processes of this machine, each with its kit, study and store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buf
 
 @pytest.fixture(scope="module", autouse=True)
 def one_installation():
-    """Nothing is installed while the tests of a file run that imports this: what is installed is read once."""
+    """Read the installed packages once for all tests of a file that imports this fixture."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugins, "plugin_versions", cache(plugins.plugin_versions))
         once = cache(code_digest)
@@ -48,7 +48,7 @@ def one_installation():
 
 
 class Bed:
-    """A federation of hospitals S0, S1, … in one folder; what each may see is in a folder of its own."""
+    """A federation of hospitals S0, S1, … in one folder; each hospital's visible files are in a subfolder."""
 
     def __init__(self, root, n=2, *, folder=None, server=None, extra="", furnish=None, whole=None) -> None:
         if whole is None:
@@ -74,7 +74,7 @@ class Bed:
         return Study(self.root / site)
 
     def sign(self, method: str, *settings: str, by: list[str] | None = None) -> FederationPlan:
-        """A plan for the pipeline of the tests, which all hospitals sign."""
+        """Write a plan for the pipeline of the tests, signed by all hospitals."""
         keys = RootCA.open(self.root / "kits").load_keys()
         given = {"pipeline_name": self.pipeline, "overrides": [*INSECURE, *settings], "keys": keys}
         plan = make_plan(self.study(self.sites[0]), method=method, out=self.root / "plan.json", **given)
@@ -84,14 +84,14 @@ class Bed:
         return plan
 
     def locally(self, method: str, *settings: str) -> dict[str, str]:
-        """What the same settings come to in one process."""
+        """Run the same settings in one process; return the digests of each site's models."""
         study, given = Study(self.simulated), {"pipeline_name": self.pipeline, "backend": "local"}
         summary = train(study, method=method, overrides=[*INSECURE, *settings], **given)
         return {site: digests(study.root / summary["run"], site) for site in self.sites}
 
     @contextmanager
     def running(self, *names: str, watched: bool = False):
-        """The processes of `federation start`, once they say that they are registered."""
+        """Start `federation start` for sites; yield once all are registered, and stop them at the end."""
         try:
             for name in names or ("server", *self.sites):
                 self.start(name, watched=watched)
@@ -116,7 +116,7 @@ class Bed:
         return process
 
     def strangers(self, name: str) -> list[Path]:
-        """Which files of others a hospital's processes, or the server's, opened or tried to."""
+        """Return the files of others that the processes of a hospital or the server opened or tried to open."""
         own = [self.root / "kits" / name, self.root / name, self.opened.folder]
         return self.opened.below(self.root, name, but=own)
 
@@ -130,7 +130,7 @@ class Bed:
         process.stdout.close()
 
     def commanding(self, *arguments: str) -> subprocess.Popen[str]:
-        """A command that is under way."""
+        """Start a command and return its process."""
         given = {"cwd": self.root / self.sites[0], "env": os.environ | {"COLUMNS": "200"}, "text": True}
         command = [*FEDERATION, *map(str, arguments)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **given)
@@ -141,23 +141,23 @@ class Bed:
         return subprocess.CompletedProcess(arguments, process.returncode, *said)
 
     def submitting(self, *arguments: str) -> subprocess.Popen[str]:
-        """A submission that is under way."""
+        """Start a submission and return its process."""
         return self.commanding("submit", "--kit", self.root / "kits" / "coordinator", "--json", *arguments)
 
     def submit(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.command("submit", "--kit", self.root / "kits" / "coordinator", "--json", *arguments)
 
     def plan_file(self) -> str:
-        """Where a signed plan lies at the first hospital."""
+        """Return the path of a signed plan at the first hospital."""
         return str(plan_path(self.study(self.sites[0])))
 
     def rounds(self, site: str, run: str) -> int:
-        """How many rounds a site has finished."""
+        """Return the number of rounds completed by a site."""
         path = self.root / site / "runs" / run / "sites" / site / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def job_processes(self, site: str) -> list[int]:
-        """The processes that FLARE's client of a hospital started for jobs."""
+        """Return the job processes that a hospital's FLARE client started."""
         kit, found = str(self.root / "kits" / site), []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -182,7 +182,7 @@ class Bed:
 
 
 class Earlier(datetime):
-    """A clock that is a hundred days behind."""
+    """A clock a hundred days behind."""
 
     @classmethod
     def now(cls, zone=None):
@@ -190,6 +190,6 @@ class Earlier(datetime):
 
 
 def digests(run: Path, site: str) -> dict[str, str]:
-    """SHA-256 of every model that a run left at a site."""
+    """Return the SHA-256 of each model of a run at a site."""
     files = [run / "sites" / site / f"{role}.safetensors" for role in ("private", "proxy", "shared")]
     return {path.name: sha256(path.read_bytes()).hexdigest() for path in files if path.exists()}

@@ -1,4 +1,4 @@
-"""Which files processes open: seen by strace where it is installed, else by Python's own audit hook in each of them."""
+"""Which files processes open, traced by strace where installed, else by Python's audit hook in each process."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ sys.addaudithook(_note)
 
 @cache
 def by_strace() -> bool:
-    """Whether strace is there and may look; it also sees what libraries of C open."""
+    """Return whether strace is installed and permitted; it also traces C libraries."""
     command = shutil.which("strace") and [*_STRACE, "-o", "/dev/null", "true"]
     return bool(command) and subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
 class Opened:
-    """Notes what processes open, and all that they start.
+    """A record of the files opened by processes and all their children.
 
     Args:
         folder: a new one, for the notes.
@@ -50,7 +50,7 @@ class Opened:
         (folder / "hook" / "sitecustomize.py").write_text(_HOOK)
 
     def watched(self, name: str, command: list[str]) -> list[str]:
-        """The command whose openings are noted under a name."""
+        """Return the command, traced under a name."""
         self._n += 1
         file = self.folder / f"{name}.{self._n}.txt"
         if self.strace:
@@ -59,7 +59,7 @@ class Opened:
         return ["env", f"PYTHONPATH={places}", f"OPENED={file}", *command]
 
     def below(self, root: Path, name: str, *, but: list[Path]) -> list[Path]:
-        """What was opened below a folder under a name, outside of some folders."""
+        """Return the files opened under a name below a folder, except in some folders."""
         found = set()
         for file in self.folder.glob(f"{name}.*.txt"):
             _wait_for_the_end(file)
@@ -67,7 +67,7 @@ class Opened:
         return sorted(p for p in found if root in p.parents and not any(p.is_relative_to(own) for own in but))
 
     def _path(self, line: str) -> Path | None:
-        """What a line of the notes says was opened, or asked for in vain."""
+        """Return the path that a line of the trace opened or tried to open."""
         if not self.strace:
             return Path(line)
         match = _OPENED.search(line)
@@ -75,7 +75,7 @@ class Opened:
 
 
 def _wait_for_the_end(file: Path) -> None:
-    """strace writes its last lines once all that it watches has ended."""
+    """Wait for strace's last lines, written once all traced processes have ended."""
     deadline = time.monotonic() + 30
     while any(_mentions(entry, str(file)) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         assert time.monotonic() < deadline, "what was watched has not ended"
@@ -91,5 +91,5 @@ def _mentions(entry: Path, file: str) -> bool:
 
 
 def opening(path: Path) -> list[str]:
-    """A command that opens a file."""
+    """Return a command that opens a file."""
     return [sys.executable, "-c", f"open({str(path)!r}, 'rb').close()"]

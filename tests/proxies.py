@@ -1,4 +1,4 @@
-"""HTTP proxies as hospitals have them, on 127.0.0.1: by proxy.py, and one whose line can be cut."""
+"""HTTP proxies on 127.0.0.1 as hospitals have them: proxy.py, and one whose connections can be cut."""
 
 import socket
 import subprocess
@@ -31,7 +31,7 @@ class Rules(HttpProxyBasePlugin):
 
 @contextmanager
 def proxying(folder, password=None):
-    """The port of a proxy, which asks for a password where one is given (the user is `user`); its log is there too."""
+    """Yield the port of a logging proxy, which requires the password of `user` where one is given."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rules.py").write_text(RULES)
     told, log = folder / "port", folder / "proxy.log"
@@ -53,7 +53,7 @@ def proxying(folder, password=None):
 
 
 class CutLine(threading.Thread):
-    """A hospital's line to one server: whoever asks to be CONNECTed is, until the line is cut, as all others are then.
+    """A CONNECT proxy to one server, whose connections can be cut.
 
     Args:
         port: of the server, on 127.0.0.1.
@@ -72,7 +72,7 @@ class CutLine(threading.Thread):
             threading.Thread(target=self._join, args=(near,), daemon=True).start()
 
     def break_(self):
-        """Cut what is joined, and let nobody through until `cut` is False."""
+        """Cut all connections and refuse new ones until `cut` is False."""
         self.cut = True
         ends, self._ends = self._ends, []
         for end in ends:

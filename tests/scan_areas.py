@@ -1,4 +1,4 @@
-"""Slides of which a part was scanned: a Leica SCN, and a TIFF with tiles that were never written."""
+"""Partly scanned slides: a Leica SCN, and a TIFF with missing tiles."""
 
 import numpy as np
 import tifffile
@@ -12,7 +12,7 @@ _WRITTEN = {"tile": (_TILE, _TILE), "photometric": "rgb", "metadata": None, **_R
 
 
 def picture(tissue=(64, 64, 448, 448)):
-    """uint8[SIDE, SIDE, 3] of glass with tissue from (left, top) to (right, bottom)."""
+    """Return uint8[SIDE, SIDE, 3] of glass with tissue from (left, top) to (right, bottom)."""
     left, top, right, bottom = tissue
     pixels = np.full((SIDE, SIDE, 3), 240, np.uint8)
     grain = np.random.default_rng(0).normal(0, 20, (bottom - top, right - left, 1))
@@ -68,7 +68,7 @@ def sparse(path, pixels):
 
 
 def full(path, pixels):
-    """Write a TIFF that was scanned from edge to edge, of the same pixels at the same place."""
+    """Write a TIFF scanned from edge to edge, with the same pixels at the same place."""
     whole = np.full((SIZE[1], SIZE[0], 3), 240, np.uint8)
     left, top, right, bottom = BOUNDS
     whole[top:bottom, left:right] = pixels

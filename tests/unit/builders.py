@@ -1,4 +1,4 @@
-"""What files of this folder build: networks of any layers, gradients of a loop, pyramids, JPEG tables."""
+"""Networks of any layers, gradients of a loop, pyramids and JPEG tables for the unit tests."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ refused = partial(conftest.refused, error=WsiFlError)
 
 
 class Net(nn.Module):
-    """Layers and parameters by name, and a function of the module and images that uses them."""
+    """Layers and parameters by name, with a forward function of the module and images."""
 
     def __init__(self, run, **layers):
         super().__init__()
@@ -33,7 +33,7 @@ def trainable(model):
 
 
 def vary(model, low=0.5, high=1.5):
-    """Draws weights that are constant: a gain of 0 hides the rest."""
+    """Randomize constant weights: a gain of 0 would hide errors."""
     with torch.no_grad():
         for p in trainable(model):
             if p.min() == p.max():
@@ -42,7 +42,7 @@ def vary(model, low=0.5, high=1.5):
 
 
 def each_gradient(model, x, y):
-    """The gradients [b, …] of cross-entropy by each trained parameter, one example at a time."""
+    """Compute the gradients [b, …] of cross-entropy by each trained parameter, one example at a time."""
     rows = []
     for k in range(len(x)):
         loss = functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1])
@@ -51,25 +51,25 @@ def each_gradient(model, x, y):
 
 
 def norms_of(each):
-    """float[b]: how long each example's gradient is."""
+    """Return float[b], the norm of each example's gradient."""
     return torch.stack([g.flatten(1).norm(dim=1) for g in each]).norm(dim=0)
 
 
 def clipped(each, clip):
-    """Σ_i g_i · min(1, C / |g_i|) for each parameter."""
+    """Return Σ_i g_i · min(1, C / |g_i|) for each parameter."""
     c = (clip / norms_of(each)).clamp(max=1.0)
     return [torch.einsum("n,n...->...", c, g) for g in each]
 
 
 def assert_sums(found, wanted, clip, rtol=1e-3):
-    """Sums of clipped gradients are those that are wanted, parameter by parameter."""
+    """Check sums of clipped gradients parameter by parameter."""
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
         assert float((one - other).norm()) <= rtol * float(other.norm()) + 1e-6 * clip
 
 
 def halves(picture, n=3):
-    """Levels of a pyramid, each half as wide as the one before."""
+    """Return levels of a pyramid, each half as wide as the previous one."""
     levels = [picture]
     for _ in range(n - 1):
         levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
@@ -77,7 +77,7 @@ def halves(picture, n=3):
 
 
 def tables_apart(stream, without=()):
-    """(tables, the JPEG stream without them and without some markers), as TIFF keeps them."""
+    """Return (tables, the JPEG stream without them and without some markers), as TIFF stores them."""
     tables, rest, place = [], [], 2
     while stream[place + 1] != 0xDA:
         end = place + 2 + int.from_bytes(stream[place + 2 : place + 4])

@@ -25,7 +25,7 @@ def element(tag, kind, value):
 
 
 def sequence(tag, *items):
-    """A sequence of items that are elements one after the other; items have undefined lengths, as some write them."""
+    """Return a sequence of items, each a series of elements; items have undefined lengths, as in some files."""
     whole = b"".join(
         struct.pack("<HHI", 0xFFFE, 0xE000, 0xFFFFFFFF) + item + struct.pack("<HHI", 0xFFFE, 0xE00D, 0)
         for item in items

@@ -1,4 +1,4 @@
-"""Models and losses that tie the rows of a batch together, each in its own way, and others that do not."""
+"""Models and losses that tie the rows of a batch together in various ways, and row-independent ones."""
 
 import random
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Case:
 
 
 def head(run, **layers):
-    """Two layers, and what is done between them."""
+    """Two layers with an operation between them."""
     return Net(lambda net, x: net.last(run(net, net.first(x))), first=nn.Linear(D, D), last=nn.Linear(D, 2), **layers)
 
 
@@ -80,7 +80,7 @@ class Counting(nn.Module):
 
 
 class Bank(nn.Module):
-    """Compares a row with those that it has seen."""
+    """Compare a row with earlier rows."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class Bank(nn.Module):
 
 
 class Moving(nn.Module):
-    """Learns the mean of its rows in a buffer."""
+    """Store the mean of rows in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ class Moving(nn.Module):
 
 
 class Rebound(Moving):
-    """The same, with a tensor that is no buffer and is made anew each time."""
+    """Store the mean of rows in a plain tensor that is replaced each time."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +136,7 @@ class Worldwide(nn.Module):
 
 
 class Renormed(nn.Module):
-    """Scales its weights in place, by what it sees."""
+    """Scale its weights in place by the values of its rows."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ class Renormed(nn.Module):
 
 
 class Looking(nn.Module):
-    """Attention over the patches of a bag, that keeps its weights to show them, as MIL models do."""
+    """Attention over the patches of a bag that stores its weights for display, as MIL models do."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class Counted(Mixed):
 
 
 class Wrong(Mixed):
-    """A gradient of something else, but of each row alone."""
+    """A wrong gradient, but of each row independently."""
 
     @staticmethod
     def backward(ctx, g):
@@ -349,7 +349,7 @@ def over_batch(y):
 
 
 def where_present(y):
-    """Ties rows only where the rare class is there."""
+    """Tie rows only in batches with the rare class."""
 
     def loss(out):
         own = functional.cross_entropy(out, y)

@@ -47,20 +47,20 @@ def feature(ring, *, holes=(), **properties):
     ("tumor", "hole"),
     [("metastases", "normal"), ("_0", "_2"), ("_1", "_2"), ("Tumor", "Exclusion"), ("tumor", "NORMAL")],
 )
-def test_holes_are_painted_last_wherever_they_stand(tmp_path, tumor, hole):
+def test_holes_are_cut_out_of_outlines_in_any_order_of_the_file(tmp_path, tumor, hole):
     first = read_annotations(asap(tmp_path / "a.xml", (hole, INNER), (tumor, SQUARE)))
     last = read_annotations(asap(tmp_path / "b.xml", (tumor, SQUARE), (hole, INNER)))
     assert first.tumor.area == last.tumor.area == 10_000 - 1_600 and last.groups == {tumor: 1, hole: 1}
 
 
-def test_points_are_taken_in_their_order(tmp_path):
+def test_polygon_points_are_read_by_their_order_attribute(tmp_path):
     path = asap(tmp_path / "a.xml", ("metastases", SQUARE))
     text = path.read_text().replace('Order="1"', 'Order="x"').replace('Order="2"', 'Order="1"')
     path.write_text(text.replace('Order="x"', 'Order="2"'))
     assert read_annotations(path).tumor.area == 5_000  # now a bow tie
 
 
-def test_an_outline_without_a_group_is_unsure_beside_named_ones_and_tumour_alone(tmp_path):
+def test_an_outline_without_a_group_is_unsure_beside_named_groups_and_tumor_otherwise(tmp_path):
     away = [(x + 500, y) for x, y in SQUARE]
     mixed = read_annotations(asap(tmp_path / "mixed.xml", ("Tumor", SQUARE), ("None", away)))
     assert (mixed.tumor.area, mixed.unsure.area) == (10_000, 10_000)
@@ -106,7 +106,7 @@ def test_geojson_in_all_its_shapes(tmp_path, document, mark):
     assert read_annotations(path).tumor.equals(shapely.Polygon(SQUARE))
 
 
-def test_holes_are_taken_out_and_what_no_person_drew_or_has_no_area_is_left_out(tmp_path):
+def test_holes_are_subtracted_and_detections_and_shapes_without_area_are_ignored(tmp_path):
     line = {"type": "LineString", "coordinates": [[0, 0], [9, 9]]}
     document = [
         feature(SQUARE, holes=[INNER], **TUMOR),
@@ -131,7 +131,7 @@ NOT_AREAS = {
 
 @pytest.mark.parametrize("kind", NOT_AREAS)
 @pytest.mark.parametrize("group", ["Tumor", "None"])
-def test_of_asap_only_what_has_an_area_counts_and_the_rest_is_told(tmp_path, kind, group):
+def test_asap_annotations_without_area_are_ignored_and_reported(tmp_path, kind, group):
     said, points = NOT_AREAS[kind]
     path = asap(tmp_path / "a.xml", (group, SQUARE), ("other", points))
     path.write_text(
@@ -143,7 +143,7 @@ def test_of_asap_only_what_has_an_area_counts_and_the_rest_is_told(tmp_path, kin
 
 
 @pytest.mark.parametrize("kind", ["Rectangle", "Spline", "polygon", ""])
-def test_of_asap_rectangles_splines_and_what_has_no_type_are_areas(tmp_path, kind):
+def test_asap_rectangles_splines_and_untyped_annotations_are_areas(tmp_path, kind):
     path = asap(tmp_path / "a.xml", ("Tumor", SQUARE))
     path.write_text(path.read_text().replace('Type="Polygon"', f'Type="{kind}"' if kind else ""))
     assert read_annotations(path).tumor.area == 10_000 and read_annotations(path).notes == ()
@@ -167,7 +167,7 @@ ANALYSED = [
 
 @pytest.mark.parametrize(("spelled", "kind"), ANALYSED)
 @pytest.mark.parametrize("children", ["childObjects", "children"])
-def test_what_qupath_analysed_is_told_and_what_is_drawn_inside_it_counts(tmp_path, spelled, kind, children):
+def test_qupath_analysis_objects_are_reported_and_annotations_inside_them_count(tmp_path, spelled, kind, children):
     nucleus = feature(FAR)["geometry"]
     inner = feature(INNER, objectType="annotation", classification={"name": "Tumor"})
     between = feature(SQUARE, objectType="annotation", classification="Region*", **{children: [inner]})
@@ -182,7 +182,7 @@ def test_what_qupath_analysed_is_told_and_what_is_drawn_inside_it_counts(tmp_pat
 
 
 @pytest.mark.parametrize("spelled", ["annotation", "PathAnnotationObject", "unknown", "ellipse"])
-def test_whatever_else_qupath_calls_an_object_was_drawn(tmp_path, spelled):
+def test_qupath_objects_of_any_other_type_count_as_drawn(tmp_path, spelled):
     for properties in ({"objectType": spelled}, {"object_type": spelled}, {"type": spelled, "name": "Tumor"}):
         one = feature(SQUARE, **(properties | {"isLocked": True, "measurements": []}))
         one["geometry"] |= {"isEllipse": True, "plane": {"c": -1, "z": 0, "t": 0}}
@@ -206,7 +206,7 @@ def test_a_derived_class_is_its_base_however_a_version_spells_it(tmp_path, class
     assert read_annotations(path, {"tumor: positive": "ignored"}).tumor.area == 0
 
 
-def test_points_lines_and_what_has_no_shape_are_counted_by_kind(tmp_path):
+def test_points_lines_and_objects_without_geometry_are_counted_by_kind(tmp_path):
     shapes = [
         {"type": "Point", "coordinates": [1, 1]},
         {"type": "MultiPoint", "coordinates": [[x, 7] for x in range(9)]},
@@ -234,7 +234,7 @@ def test_points_lines_and_what_has_no_shape_are_counted_by_kind(tmp_path):
         ([{"type": "Feature", "geometry": None, "properties": {"objectType": "root"}}], "holds no outline"),
     ],
 )
-def test_a_file_from_which_nothing_is_taken_says_so(tmp_path, document, said):
+def test_a_file_without_usable_outlines_is_reported(tmp_path, document, said):
     found = read_annotations(write_json_file(tmp_path / "a.json", document))
     assert found.tumor.is_empty and found.notes == (f"a.json: {said}",)
 
@@ -257,7 +257,7 @@ PAST_ITS_START = [(0, 0), (10, 0), (10, 10), (0, 10), (0, -2), (5, -2), (5, 5), 
         ([(0, 0), (5, 5), (10, 10)], 0),  # flat
     ],
 )
-def test_odd_rings_are_repaired_or_dropped(tmp_path, ring, area):
+def test_invalid_rings_are_repaired_or_dropped(tmp_path, ring, area):
     tumor = read_annotations(asap(tmp_path / "a.xml", ("metastases", ring))).tumor
     assert tumor.is_valid and tumor.geom_type in {"Polygon", "MultiPolygon", "GeometryCollection"}
     assert tumor.area == pytest.approx(area)

@@ -1,4 +1,4 @@
-"""Outlines and masks lie where they were drawn, from whichever corner and in whichever unit a file counts."""
+"""Outlines and masks lie where they were drawn, for any origin and unit of a file."""
 
 import json
 from dataclasses import replace
@@ -75,14 +75,14 @@ def tumour_patches(plan):
     return {tuple(xy) for xy in plan.xy_l0[plan.label == 1].tolist()}
 
 
-def inside(box):
+def find_patches_inside(box):
     """The corners of the patches of which at least half lies in a box, by exact areas."""
     grid = [(x, y) for y in range(0, SIZE[1], 64) for x in range(0, SIZE[0], 64)]
     area = shapely.box(*box)
     return {(x, y) for x, y in grid if area.intersection(shapely.box(x, y, x + 64, y + 64)).area >= 32 * 64}
 
 
-def test_a_slide_says_where_it_was_scanned(slide, tmp_path):
+def test_the_scanned_area_of_a_slide_is_read(slide, tmp_path):
     with Slide(slide) as opened:
         assert opened.size_l0 == SIZE and opened.bounds_l0 == BOUNDS
     with Slide(scan_areas.full(tmp_path / "full.tif", scan_areas.picture())) as opened:
@@ -108,12 +108,12 @@ def test_a_slide_says_where_it_was_scanned(slide, tmp_path):
 )
 def test_outlines_lie_where_they_were_drawn(slide, tmp_path, write, name, box, said):
     plan = plan_slide(record(slide, write(tmp_path / name, box)), SPEC)
-    assert tumour_patches(plan) == inside(shift(DRAWN)) and len(tumour_patches(plan)) == 9
+    assert tumour_patches(plan) == find_patches_inside(shift(DRAWN)) and len(tumour_patches(plan)) == 9
     assert len(plan.notes) == bool(said) and all(said in note and name in note for note in plan.notes)
     assert np.array(plan.outlines_l0).reshape(-1, 2).min(0).tolist() == list(shift(DRAWN)[:2])
 
 
-def test_who_says_from_where_outlines_count_is_obeyed_and_told_what_speaks_against_it(slide, tmp_path):
+def test_a_configured_origin_of_outlines_is_used_and_contrary_evidence_is_noted(slide, tmp_path):
     path = geojson(tmp_path / "q.geojson", (300, 300, 420, 420), **QUPATH)
     for origin, corner in (("bounds", CORNER), ("slide", (0, 0))):
         params = PlanParams(origin=origin)
@@ -122,11 +122,11 @@ def test_who_says_from_where_outlines_count_is_obeyed_and_told_what_speaks_again
             assert np.array(plan.outlines_l0).min((0, 1)).tolist() == [300 + corner[0], 300 + corner[1]]
             assert plan.notes == ()
         else:
-            notes = read_annotations(path, {}, on(slide), origin).notes
+            notes = read_annotations(path, {}, read_geometry(slide), origin).notes
             assert 'with annotations_origin = "bounds" 100%' in notes[0]
 
 
-def test_what_would_lie_on_tissue_from_either_corner_is_said(tmp_path):
+def test_outlines_that_fit_tissue_from_either_corner_are_noted(tmp_path):
     box, tissue = (400, 400, 500, 500), np.ones((100, 100), bool)
     ground = SlideGeometry((1000, 1000), (100, 100, 900, 900), 0.5, 10.0, (100, 100), tissue=tissue)
     found = read_annotations(geojson(tmp_path / "q.geojson", box, **QUPATH), {}, ground)
@@ -136,13 +136,13 @@ def test_what_would_lie_on_tissue_from_either_corner_is_said(tmp_path):
         assert sure.tumor.equals(shapely.box(*box)) and sure.notes == ()
 
 
-def on(slide):
+def read_geometry(slide):
     with Slide(slide) as opened:
         return build_slide_geometry(opened, TissueParams())
 
 
 @pytest.mark.parametrize("corner", [(0, 0), CORNER])
-def test_tissue_that_others_outlined_lies_where_they_saw_it(slide, tmp_path, corner):
+def test_imported_tissue_outlines_lie_where_they_were_drawn(slide, tmp_path, corner):
     drawn = (64, 64, 320, 448)
     path = tmp_path / "x.geojson"
     geojson(path, shift(drawn, corner), **({"tissue_id": 0} if corner == CORNER else QUPATH))
@@ -165,7 +165,7 @@ def png(path, shape, box):
 
 
 @pytest.mark.parametrize("cropped", [False, True])
-def test_a_painted_mask_covers_the_whole_slide_or_what_was_scanned(slide, tmp_path, cropped):
+def test_a_mask_covers_the_whole_slide_or_the_scanned_area(slide, tmp_path, cropped):
     drawn = (64, 64, 320, 448)
     if cropped:
         png(tmp_path / "x.png", (SIDE, SIDE), drawn)
@@ -181,7 +181,7 @@ def test_a_painted_mask_covers_the_whole_slide_or_what_was_scanned(slide, tmp_pa
     refused(lambda: survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto"), words)
 
 
-def test_a_mask_of_a_shape_that_both_have_is_put_where_the_tissue_is(tmp_path):
+def test_a_mask_of_ambiguous_shape_is_placed_on_the_tissue(tmp_path):
     shape, tissue = (100, 100), np.zeros((100, 100), bool)
     tissue[60:80, 60:80] = True
     from wsi_fl.slides.patching.slide_survey import _read_mask
@@ -195,7 +195,7 @@ def test_a_mask_of_a_shape_that_both_have_is_put_where_the_tissue_is(tmp_path):
     assert mask[30, 30] and "annotations_origin" in said[0]
 
 
-def test_what_predict_writes_for_qupath_counts_from_the_scanned_area_and_comes_back(slide, tmp_path):
+def test_the_qupath_export_of_predict_counts_from_the_scanned_area_and_reads_back(slide, tmp_path):
     boxes = np.array([(512, 448, 576, 512), (576, 448, 640, 512), (704, 640, 768, 704)])
     heat = PatchPredictions(boxes, CLASSES, np.array([[0.1, 0.9], [0.2, 0.8], [0.3, 0.7]]))
     path = tmp_path / "tumor.geojson"
@@ -204,13 +204,13 @@ def test_what_predict_writes_for_qupath_counts_from_the_scanned_area_and_comes_b
     rings = [feature["geometry"]["coordinates"][0] for feature in json.loads(path.read_text())["features"]]
     corners = np.concatenate([np.array(one) for one in rings])
     assert corners.min(0).tolist() == [128, 192] and corners.max(0).tolist() == [384, 448]  # as QuPath shows it
-    found = read_annotations(path, {}, on(slide))
+    found = read_annotations(path, {}, read_geometry(slide))
     assert found.tumor.equals(shapely.union_all(shapely.box(*boxes.T))) and found.omissions == {"tile": 3}
     assert found.notes == ("tumor.geojson: left out as no outlined areas: 3 tiles",)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def full_slide(tmp_path_factory):
     """A slide that was scanned from edge to edge, with tissue from (448, 320) to (832, 704)."""
     return scan_areas.full(tmp_path_factory.mktemp("whole") / "x.tif", scan_areas.picture())
 
@@ -232,21 +232,21 @@ PLACE = np.array(shift(DRAWN), float)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_outlines_in_another_unit_are_refused_by_its_name(whole, tmp_path, box, unit):
+def test_outlines_in_another_unit_are_refused_by_its_name(full_slide, tmp_path, box, unit):
     path = geojson(tmp_path / "a.geojson", box.tolist(), **QUPATH)
     tissue = np.zeros(SIZE[::-1], bool)
     tissue[320:704, 448:832] = True
     ground = SlideGeometry(SIZE, (0, 0, *SIZE), 0.5, 1.0, SIZE[::-1], (1.0, 4.0), tissue)
     refused(lambda: read_annotations(path, {}, ground), "a.geojson", unit, "export it in level-0 pixels")
     if "level" not in unit:
-        refused(lambda: plan_slide(record(whole, path), SPEC), unit)
+        refused(lambda: plan_slide(record(full_slide, path), SPEC), unit)
 
 
 @pytest.mark.parametrize(
     ("box", "reading"),
     [((100, 700, 300, 900), "with x and y exchanged"), ((700, 852, 900, 1052), "with y counted upwards from the edge")],
 )
-def test_turned_axes_are_told_by_name_and_kept_by_whoever_is_sure(tmp_path, box, reading):
+def test_flipped_axes_are_named_and_accepted_with_a_configured_origin(tmp_path, box, reading):
     tissue = np.zeros(SIZE[::-1], bool)
     tissue[100:300, 700:900] = True
     ground = SlideGeometry(SIZE, (0, 0, *SIZE), 0.5, 1.0, SIZE[::-1], tissue=tissue)
@@ -256,28 +256,28 @@ def test_turned_axes_are_told_by_name_and_kept_by_whoever_is_sure(tmp_path, box,
     assert sure.tumor.equals(shapely.box(*box)) and reading in sure.notes[0]
 
 
-def test_outlines_of_another_slide_or_beyond_the_edge_are_said(whole, tmp_path):
+def test_outlines_of_another_slide_or_beyond_the_edge_are_reported(full_slide, tmp_path):
     beside = geojson(tmp_path / "beside.geojson", (10, 800, 200, 1100), (460, 340, 500, 380), **QUPATH)
-    found = plan_slide(record(whole, beside), SPEC)
+    found = plan_slide(record(full_slide, beside), SPEC)
     assert any("is it of another slide?" in note for note in found.notes)
     beyond = geojson(tmp_path / "beyond.geojson", (448, 320, 832, 704), (900, 0, 1500, 100), **QUPATH)
-    (note,) = plan_slide(record(whole, beyond), SPEC).notes
+    (note,) = plan_slide(record(full_slide, beyond), SPEC).notes
     assert (
         note
         == f"beyond.geojson: {(1500 - 1024) * 100 / (384**2 + 60000):.0%} of what it outlines lies outside the slide"
     )
 
 
-def test_a_positive_slide_without_a_tumour_patch_is_said(whole, tmp_path):
+def test_a_positive_slide_without_a_tumor_patch_is_reported(full_slide, tmp_path):
     small = geojson(tmp_path / "small.geojson", (520, 460, 540, 480), **QUPATH)
-    plan = plan_slide(record(whole, small), SPEC)
+    plan = plan_slide(record(full_slide, small), SPEC)
     assert (plan.label == 0).all()
     (note,) = plan.notes
     assert note.startswith("labelled tumour and outlined, but none of its") and "10% of a patch" in note
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_a_tiled_tiff_that_asks_to_be_turned_says_that_it_is_not(tmp_path, orientation):
+def test_a_tiled_tiff_with_an_orientation_tag_is_noted_as_not_rotated(tmp_path, orientation):
     tag = [(274, 3, 1, orientation, True)]
     tiled, strips = tmp_path / "tiled.tif", tmp_path / "strips.tif"
     resolution = {"resolution": (20_000, 20_000), "resolutionunit": "CENTIMETER"}
@@ -291,15 +291,15 @@ def test_a_tiled_tiff_that_asks_to_be_turned_says_that_it_is_not(tmp_path, orien
     assert plan_slide(record(strips), SPEC).notes == ()
 
 
-def test_a_right_file_is_not_doubted(whole, tmp_path):
+def test_correctly_placed_outlines_raise_no_note(full_slide, tmp_path):
     for name, box in (
         ("tissue", (448, 320, 832, 704)),
         ("strokes", (400, 280, 900, 760)),
         ("cell", (600, 500, 612, 512)),
     ):
         path = geojson(tmp_path / f"{name}.geojson", box, **QUPATH)
-        with Slide(whole) as opened:
+        with Slide(full_slide) as opened:
             ground = build_slide_geometry(opened, TissueParams())
-        seen = survey_slide(record(whole), SPEC, TissueParams(), patch_px=8, section="tile", reader="auto")
+        seen = survey_slide(record(full_slide), SPEC, TissueParams(), patch_px=8, section="tile", reader="auto")
         for one in (ground, seen.slide_geometry, replace(seen.slide_geometry, tissue=None)):
             assert read_annotations(path, {}, one).notes == ()

@@ -1,4 +1,4 @@
-"""Archives as hospitals keep them: which slides, patients, labels and outlines they hold."""
+"""Known archive layouts are read with their slides, patients, labels and outlines."""
 
 from dataclasses import replace
 from functools import partial
@@ -55,7 +55,7 @@ def first_of(archive: Path) -> Sources:
 
 @pytest.mark.parametrize("style", ["images", "training/center_", "centre_"])
 @pytest.mark.parametrize("folder", ["c17", "c 17 [v1] *"])
-def test_camelyon17_is_five_centres_however_its_folders_are_called(tmp_path, style, folder):
+def test_camelyon17_is_five_centers_under_any_folder_names(tmp_path, style, folder):
     archive = camelyon17(tmp_path / folder, style)
     if style != "images":  # their test patients are in folders of no training centre
         touch(archive / "testing" / "patient_100_node_1.tif")
@@ -96,7 +96,7 @@ def test_without_annotations_a_positive_slide_is_weakly_supervised(tmp_path):
     assert [r.supervision for r in records] == ["negative"] + ["weak"] * 5
 
 
-def test_slides_without_a_stage_or_with_another_name_are_set_aside(tmp_path):
+def test_slides_without_a_stage_or_with_another_name_are_excluded(tmp_path):
     folder = camelyon17(tmp_path) / "training" / "center_0"
     touch(folder / "patient_015_node_0.tif", folder / "control.tif")
     (folder / "patient_000_node_0.tif").rename(folder / "patient_000_node_0.tiff")
@@ -117,7 +117,7 @@ def test_slides_without_a_stage_or_with_another_name_are_set_aside(tmp_path):
         ({"split": Path("none")}, ("split: no such file", "none")),
     ],
 )
-def test_what_a_site_file_names_must_be_there(tmp_path, change, words):
+def test_paths_in_a_site_file_must_exist(tmp_path, change, words):
     good = first_of(camelyon17(tmp_path))
     named = ("sites/C1.toml: ", *words)
     refused(lambda: read_site("camelyon17", replace(good, **change)), *named, error=UsageError)
@@ -135,7 +135,7 @@ def test_what_a_site_file_names_must_be_there(tmp_path, change, words):
         ("patient,stage\npatient_000_node_0.tif,n\xe9gatif\n", ("empty.csv", "not a readable CSV")),
     ],
 )
-def test_a_table_of_stages_that_is_none_is_one_line(tmp_path, text, words):
+def test_a_malformed_table_of_stages_is_refused_in_one_line(tmp_path, text, words):
     (tmp_path / "empty.csv").write_bytes(text.encode("latin-1"))
     good = first_of(camelyon17(tmp_path))
     refused(lambda: read_site("camelyon17", replace(good, labels=tmp_path / "empty.csv")), *words)
@@ -169,7 +169,7 @@ def test_split_table_names_patients_or_slides(tmp_path, text):
         ("patient,split\npatient-000,test\n", ("sites/C1.toml: split: ", "none of its slides or patients")),
     ],
 )
-def test_mistake_in_a_split_table_is_one_line(tmp_path, text, words):
+def test_a_mistake_in_a_split_table_is_refused_in_one_line(tmp_path, text, words):
     refused(lambda: split_read(tmp_path, text), *words)
 
 
@@ -247,21 +247,21 @@ def test_generic_archive_with_all_columns(tmp_path):
         ("a.svs,p1,north,tumor,,,tests", ("slides.csv line 2", "unknown split 'tests'", "train, val, test")),
     ],
 )
-def test_mistake_in_a_generic_table_is_one_line(tmp_path, rows, words):
+def test_a_mistake_in_a_generic_table_is_refused_in_one_line(tmp_path, rows, words):
     files = ("a.svs", "a.tif") if "a.svs" in rows else ("a.svs",)
     rows = "\n".join(row + "," * (6 - row.count(",")) for row in rows.split("\n"))
     archive = generic(tmp_path, f"{HEADER},annotation,mpp,split\n{rows}\n", files)
     refused(lambda: read_generic(archive), *words)
 
 
-def test_slide_named_without_suffix_must_be_the_only_one_of_its_name(tmp_path):
+def test_a_slide_named_without_suffix_must_be_unique(tmp_path):
     table = f"{HEADER}\na,p1,north,tumor\nb,p2,north,tumor\n"
     records, aside = read_generic(generic(tmp_path, table, ("a.svs", "a.xml", "b.svs")))
     assert [r.slide for r in records] == ["b"]
     assert "a.svs, a.xml" in aside[0].reason and "suffix" in aside[0].reason
 
 
-def test_archive_of_no_known_layout_says_what_was_looked_for(tmp_path):
+def test_an_archive_of_unknown_layout_is_refused_with_the_known_layouts(tmp_path):
     touch(tmp_path / "images" / "slide-1.tif")
     refused(lambda: detect_layout(tmp_path), str(tmp_path), "slides.csv", "patient_PPP_node_N.tif", "normal_NNN.tif")
     refused(lambda: detect_layout(tmp_path / "none"), "none: no such folder")

@@ -1,4 +1,4 @@
-"""Faults of patches are found where they were made, sound tissue is kept, and stores say what was set aside."""
+"""Simulated artifacts of patches are found, sound tissue is kept, and stores report excluded patches."""
 
 import csv
 import io
@@ -42,8 +42,8 @@ def archive(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def painted(archive):
-    """The pixels of painted slides."""
+def simulated_pixels(archive):
+    """Return the pixels of simulated slides."""
     pictures = []
     for path in sorted(archive.rglob("*.tif")):
         with Slide(path) as slide:
@@ -52,10 +52,10 @@ def painted(archive):
 
 
 @pytest.fixture(scope="module")
-def tissue(painted):
-    """Real tissue at about 0.5 µm per pixel, on glass; painted tissue where there is none."""
+def tissue(simulated_pixels):
+    """Return real tissue at about 0.5 µm per pixel on glass, or simulated tissue where there is none."""
     if not (SHARED / "data/centres").exists():
-        return painted
+        return simulated_pixels
     with Slide(SHARED / "data/slides/CMU-1-Small-Region.svs") as slide:
         pictures = [slide.thumbnail(3000)[0]]
     path = sorted((SHARED / "data/centres").glob("*.jpeg"))[0]
@@ -65,8 +65,8 @@ def tissue(painted):
     return [*pictures, glass]
 
 
-def planned(folder, picture, kinds=(), **params):
-    """The plan of a slide with this picture."""
+def plan_picture(folder, picture, kinds=(), **params):
+    """Return the plan of a slide with this picture."""
     path = folder / "a.tif"
     simulated_slides.write_pyramid(path, np.ascontiguousarray(picture), MPP, quality=92)
     record = SlideRecord(path, "a", "p", "C1", "negative", False)
@@ -82,21 +82,21 @@ _KEPT = {}
 
 
 def counts(folder, picture, hurt, where, kind, least=0.5):
-    """(found, hurt patches, wrongly found, sound patches) of the patches that the sound picture has.
+    """Return (found, artifact patches, wrongly found, sound patches) of the patches of the sound picture.
 
     Hurt are those that are at least so much fault.
     """
     if id(picture) not in _KEPT:
-        _KEPT[id(picture)] = planned(folder, picture).xy_l0
+        _KEPT[id(picture)] = plan_picture(folder, picture).xy_l0
     kept = _KEPT[id(picture)]
     share = area_mean(where, kept.astype(np.float64), PATCH_PX)
-    plan = planned(folder, hurt, (kind,))
+    plan = plan_picture(folder, hurt, (kind,))
     gone = places(kept[share >= least]) - places(plan.xy_l0)  # set aside, or no tissue any more
     wrong = places(plan.aside_xy_l0) & places(kept[share == 0])
     return len(gone), int((share >= least).sum()), len(wrong), int((share == 0).sum())
 
 
-def stroked(seed, width_um=220):
+def draw_stroke(seed, width_um=220):
     return lambda picture: artifacts.stroke(picture.shape[:2], MPP, np.random.default_rng(seed), width_um)
 
 
@@ -105,20 +105,20 @@ def middle(picture):
     return artifacts.disc((height, width), (0.45 * width, 0.5 * height), 0.3 * min(height, width))
 
 
-def inked(colour, how=artifacts.inked):
+def apply_ink(colour, how=artifacts.inked):
     return lambda picture, where: how(picture, where, colour)
 
 
 FAULTS = {
-    "black pen": ("pen", stroked(0), inked("black"), 0.9),
-    "blue pen": ("pen", stroked(1), inked("blue"), 0.9),
-    "translucent pen": ("pen", stroked(0), inked("green", artifacts.translucent), 0.8),
-    "black": ("black", stroked(7), artifacts.blackened, 0.9),
+    "black pen": ("pen", draw_stroke(0), apply_ink("black"), 0.9),
+    "blue pen": ("pen", draw_stroke(1), apply_ink("blue"), 0.9),
+    "translucent pen": ("pen", draw_stroke(0), apply_ink("green", artifacts.translucent), 0.8),
+    "black": ("black", draw_stroke(7), artifacts.blackened, 0.9),
     "blur": ("blur", middle, lambda picture, where: artifacts.blurred(picture, where, 2, MPP), 0.9),
-    "thin black": ("pen", stroked(0, 30), inked("black"), 0.95),
-    "thin blue": ("pen", stroked(0, 30), inked("blue"), 0.95),
-    "thin green": ("pen", stroked(0, 30), inked("green"), 0.95),
-    "thin red": ("pen", stroked(0, 30), inked("red"), 0.95),
+    "thin black": ("pen", draw_stroke(0, 30), apply_ink("black"), 0.95),
+    "thin blue": ("pen", draw_stroke(0, 30), apply_ink("blue"), 0.95),
+    "thin green": ("pen", draw_stroke(0, 30), apply_ink("green"), 0.95),
+    "thin red": ("pen", draw_stroke(0, 30), apply_ink("red"), 0.95),
 }
 """Kind, where it is, how it is made, and how much of it is found at least."""
 
@@ -128,7 +128,7 @@ EVERYDAY = ("black pen", "translucent pen", "blur", "thin black")
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("fault", [*EVERYDAY, *nightly(*sorted(FAULTS.keys() - {*EVERYDAY}))])
-def test_pen_black_and_blur_are_found(tissue, tmp_path, fault):
+def test_pen_black_and_blur_artifacts_are_found(tissue, tmp_path, fault):
     kind, place, hurt, least = FAULTS[fault]
     thin = fault.startswith("thin")
     found = np.zeros(4)
@@ -144,21 +144,21 @@ def test_pen_black_and_blur_are_found(tissue, tmp_path, fault):
     assert recall >= least and false <= 0.02, (recall, false)
 
 
-def test_nothing_is_found_on_sound_tissue(painted, tmp_path):
-    plan = planned(tmp_path, painted[0], tuple(kind for kind in KINDS if kind != "fold"))
+def test_no_artifact_is_found_on_sound_tissue(simulated_pixels, tmp_path):
+    plan = plan_picture(tmp_path, simulated_pixels[0], tuple(kind for kind in KINDS if kind != "fold"))
     assert len(plan.aside_xy_l0) <= 0.02 * len(plan.xy_l0)
-    assert len(planned(tmp_path, painted[0]).aside_xy_l0) == 0
+    assert len(plan_picture(tmp_path, simulated_pixels[0]).aside_xy_l0) == 0
 
 
-def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(painted, tmp_path, monkeypatch):
+def test_a_slide_of_artifacts_alone_is_excluded_with_their_counts(simulated_pixels, tmp_path, monkeypatch):
     monkeypatch.setattr("wsi_fl.slides.patching.artifacts._LEAST_FINE", 1e9)  # all tissue is out of focus
     with pytest.raises(AllPatchesExcluded, match=r"all \d+ are excluded \(\d+ blur\); see tile\.qc") as failure:
-        planned(tmp_path, painted[0], ("blur",))
+        plan_picture(tmp_path, simulated_pixels[0], ("blur",))
     assert set(failure.value.reasons) == {"blur"}
 
 
-def test_a_bubble_is_found(painted, tmp_path):
-    sound = painted[0]
+def test_a_bubble_is_found(simulated_pixels, tmp_path):
+    sound = simulated_pixels[0]
     centre = (0.45 * sound.shape[1], 0.45 * sound.shape[0])
     bubble = artifacts.bubbled(sound, centre, 400, MPP)
     inside = artifacts.disc(sound.shape[:2], centre, 400)
@@ -177,31 +177,31 @@ def test_a_fold_is_found_where_tissue_is_even(tmp_path):
 
 
 def pale(picture):
-    """The picture with its saturation divided by three."""
+    """Return the picture with its saturation divided by three."""
     hsv = np.asarray(Image.fromarray(picture).convert("HSV")).copy()
     hsv[..., 1] //= 3
     return np.asarray(Image.fromarray(hsv, "HSV").convert("RGB"))
 
 
-def absorbed(over):
+def render_absorption(over):
     return (256 * np.exp(-over) - 1).clip(0, 255).round().astype(np.uint8)
 
 
-def immunostained(picture):
-    """Haematoxylin stays, eosin becomes the brown of DAB."""
+def stain_with_dab(picture):
+    """Return the picture with eosin replaced by the brown of DAB."""
     density = -np.log((picture.astype(float) + 1) / 256)
     blue = density[..., :1] / 0.65
     brown = np.clip(density[..., 1:2] - 0.704 * blue, 0, None) / 0.95
-    return absorbed(blue * np.array([0.65, 0.704, 0.286]) + brown * np.array([0.268, 0.570, 0.776]))
+    return render_absorption(blue * np.array([0.65, 0.704, 0.286]) + brown * np.array([0.268, 0.570, 0.776]))
 
 
-def stained_blue(picture):
-    """The picture as if haematoxylin alone had stained it, bluer than beside eosin."""
+def stain_with_hematoxylin(picture):
+    """Return the picture stained by hematoxylin alone, bluer than with eosin."""
     density = -0.8 * np.log((picture.astype(float) + 1) / 256).mean(-1, keepdims=True)
-    return absorbed(density * np.array([1.3, 1.15, 0.55]))
+    return render_absorption(density * np.array([1.3, 1.15, 0.55]))
 
 
-@pytest.mark.parametrize("change", [pale, immunostained, stained_blue])
+@pytest.mark.parametrize("change", [pale, stain_with_dab, stain_with_hematoxylin])
 def test_tissue_of_another_stain_is_kept_also_in_a_coarse_thumbnail(tissue, change):
     for picture in tissue:
         small = np.asarray(Image.fromarray(picture).reduce(8))
@@ -211,12 +211,12 @@ def test_tissue_of_another_stain_is_kept_also_in_a_coarse_thumbnail(tissue, chan
 
 
 def test_a_blue_stain_is_no_pen(tissue, tmp_path):
-    plan = planned(tmp_path, stained_blue(tissue[0]), ("pen",))
+    plan = plan_picture(tmp_path, stain_with_hematoxylin(tissue[0]), ("pen",))
     blamed, kept = len(plan.aside_xy_l0), len(plan.xy_l0)
     assert kept > 25 and blamed <= 0.05 * kept, (blamed, kept)
 
 
-def test_what_only_absorbs_light_is_found_by_density_and_its_gain_is_told():
+def test_translucent_ink_is_found_by_density_and_its_gain_is_reported():
     rng = np.random.default_rng(0)
     grey = np.full((300, 400, 3), 240.0)
     grey[60:240, 80:320] = 225 + rng.normal(0, 8, (180, 240, 1))
@@ -232,13 +232,13 @@ QC = 'tile.qc=["pen","black","blur"]'
 
 @pytest.fixture
 def hurt(archive, tmp_path):
-    """A study whose first slide has a blue stroke across, and its record."""
+    """Return a study whose first slide has a blue stroke across, and its record."""
     copy = tmp_path / "archive"
     shutil.copytree(archive, copy, ignore=shutil.ignore_patterns("patient_001_*"))  # one patient is enough
     path = sorted(copy.rglob("*.tif"))[0]
     with Slide(path) as slide:
         picture = slide.thumbnail(1536)[0]
-    simulated_slides.write_pyramid(path, artifacts.inked(picture, stroked(1)(picture), "blue"), MPP)
+    simulated_slides.write_pyramid(path, artifacts.inked(picture, draw_stroke(1)(picture), "blue"), MPP)
     init_study(tmp_path / "study", archive=copy)
     return Study(tmp_path / "study"), path.stem
 
@@ -247,27 +247,27 @@ def shard(study, slide):
     return study.root / "stores/C1/slides" / f"{slide}.h5"
 
 
-def tiled(study, *overrides):
+def run_tile(study, *overrides):
     return tile_slides(study, site="C1", overrides=[*SETTINGS, *overrides])["sites"][0]
 
 
 def quality_of(study):
-    """The lines of quality.csv by slide."""
+    """Return the lines of quality.csv by slide."""
     with (study.root / "stores/C1/quality.csv").open(newline="") as file:
         return {line["slide"]: line for line in csv.DictReader(file)}
 
 
 def draw(path, *squares):
-    """A mask in which these squares are tissue, and no tissue, in turn."""
+    """Write a mask of squares, alternately tissue and no tissue."""
     mask = np.zeros((96, 96), np.uint8)
     for k, (low, high) in enumerate(squares):
         mask[low:high, low:high] = 0 if k % 2 else 255
     Image.fromarray(mask).save(path)
 
 
-def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
+def test_tile_excludes_patches_and_reports_them_everywhere(hurt, monkeypatch):
     study, slide = hurt
-    row = tiled(study, QC)
+    row = run_tile(study, QC)
     with h5py.File(shard(study, slide)) as file:
         aside = read_marked(file, "aside")
         kept = places(file["xy_l0"][:])
@@ -281,7 +281,7 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
     first = shard(study, slide).read_bytes()
     with h5py.File(shard(study, slide), "r+") as file:
         file["aside_xy_l0"][0, 0] += 1
-    tiled(study, QC)
+    run_tile(study, QC)
     assert shard(study, slide).read_bytes() == first, "the damage is noticed and mended"
     with monkeypatch.context() as at_start:
         at_start.setattr(PatchStore, "open_shard", lambda *_: pytest.fail("opened before it was asked for"))
@@ -294,11 +294,11 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
+def test_stores_without_qc_are_unchanged_and_qc_thresholds_count(hurt):
     study, slide = hurt
 
     def counted(*overrides):
-        tiled(study, *overrides)
+        run_tile(study, *overrides)
         with h5py.File(shard(study, slide)) as file:
             return len(file["label"]), len(file["aside_reason"]) if "aside_reason" in file else None
 
@@ -313,19 +313,19 @@ def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
 
 
 @pytest.mark.slow
-def test_the_counts_of_a_slide_of_faults_alone_are_kept_and_the_viewer_tells_them(hurt):
+def test_artifact_counts_of_an_excluded_slide_are_kept_and_shown_by_the_viewer(hurt):
     study, slide = hurt
     path = next((study.root.parent / "archive").rglob(f"{slide}.tif"))
     with Slide(path) as one:
         picture = one.thumbnail(1536)[0]
     simulated_slides.write_pyramid(path, artifacts.blurred(picture, np.ones(picture.shape[:2], bool), 8.0, MPP), MPP)
-    row, line = tiled(study, 'tile.qc=["blur"]'), quality_of(study)[slide]
+    row, line = run_tile(study, 'tile.qc=["blur"]'), quality_of(study)[slide]
     assert line["good"] == "0" and int(line["blur"]) > 10 and row["excluded"]["blur"] >= int(line["blur"])
     noted = {one.name: one.note for one in build_gallery(study, site="C1").exhibits}[slide]
     assert noted == f"no patch kept: all excluded ({line['blur']} blur)"
 
 
-def masked(study, tmp_path, write):
+def write_masks(study, tmp_path, write):
     folder = tmp_path / "masks"
     folder.mkdir()
     for path in sorted((study.root.parent / "archive").rglob("*.tif")):
@@ -337,7 +337,7 @@ def square(low, high):
     return [[low, low], [high, low], [high, high], [low, high], [low, low]]
 
 
-def outlined(folder, slide):
+def write_outline(folder, slide):
     rings = {"type": "Polygon", "coordinates": [square(256, 1280), square(512, 1024)]}
     (folder / f"{slide}.geojson").write_text(json.dumps({"type": "Feature", "geometry": rings}))
 
@@ -346,10 +346,10 @@ def drawn(folder, slide):
     draw(folder / f"{slide}.png", (16, 80), (32, 64))
 
 
-@pytest.mark.parametrize("write", [outlined, drawn])
-def test_masks_from_elsewhere_say_where_tissue_is(hurt, tmp_path, write):
+@pytest.mark.parametrize("write", [write_outline, drawn])
+def test_imported_masks_define_the_tissue(hurt, tmp_path, write):
     study, _ = hurt
-    row = tiled(study, masked(study, tmp_path, write))
+    row = run_tile(study, write_masks(study, tmp_path, write))
     assert set(row["tissue"]) == {"masks"} and row["tissue"]["masks"]["gain"] is None
     assert not any("saturation" in line.text for line in render_quality_lines(row) if isinstance(line, TextLine))
     assert {line["tissue_gain"] for line in quality_of(study).values()} == {""}
@@ -360,17 +360,17 @@ def test_masks_from_elsewhere_say_where_tissue_is(hurt, tmp_path, write):
     assert inside.all() and not hole.any()
 
 
-def whole(side, downsample):
-    """A square slide that was scanned from edge to edge."""
+def build_square_geometry(side, downsample):
+    """Return a square slide, scanned from edge to edge."""
     shape = (round(side / downsample),) * 2
     return SlideGeometry((side, side), (0, 0, side, side), 0.5, downsample, shape)
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_an_island_in_a_hole_is_tissue_in_whatever_order_outlines_come(tmp_path, order):
+def test_an_island_in_a_hole_is_tissue_in_any_order_of_outlines(tmp_path, order):
     rings = [[square(100, 900), square(300, 700)], [square(400, 600)]][::order]
     (tmp_path / "a.geojson").write_text(json.dumps([{"type": "Polygon", "coordinates": one} for one in rings]))
-    mask, _ = _read_mask(tmp_path / "a.geojson", whole(1000, 10.0))
+    mask, _ = _read_mask(tmp_path / "a.geojson", build_square_geometry(1000, 10.0))
     assert mask[42:58, 42:58].all() and not mask[32:38, 32:68].any() and mask[12:28, 12:88].all()
 
 
@@ -391,19 +391,19 @@ ALL = np.full((100, 100), 255, np.uint8)
     ],
     ids=["labels", "16 bits", "overlay", "opaque"],
 )
-def test_a_mask_says_by_labels_brightness_or_opacity_where_tissue_is(tmp_path, pixels):
+def test_a_mask_defines_tissue_by_labels_brightness_or_opacity(tmp_path, pixels):
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    mask, _ = _read_mask(tmp_path / "a.png", whole(100, 2.0))
+    mask, _ = _read_mask(tmp_path / "a.png", build_square_geometry(100, 2.0))
     np.testing.assert_array_equal(mask, np.pad(np.ones((30, 30), bool), 10))
 
 
-def test_a_changed_mask_is_noticed_and_what_is_no_mask_is_named(hurt, tmp_path):
+def test_a_changed_mask_is_noticed_and_an_unusable_mask_is_named(hurt, tmp_path):
     study, slide = hurt
-    masks, path = masked(study, tmp_path, drawn), tmp_path / "masks" / f"{slide}.png"
-    tiled(study, masks)
+    masks, path = write_masks(study, tmp_path, drawn), tmp_path / "masks" / f"{slide}.png"
+    run_tile(study, masks)
     first = shard(study, slide).read_bytes()
     draw(path, (16, 48))
-    tiled(study, masks)
+    run_tile(study, masks)
     assert shard(study, slide).read_bytes() != first
     narrow = io.BytesIO()
     Image.fromarray(np.zeros((10, 90), np.uint8)).save(narrow, "PNG")
@@ -415,6 +415,6 @@ def test_a_changed_mask_is_noticed_and_what_is_no_mask_is_named(hurt, tmp_path):
         path.unlink(missing_ok=True)
         if content:
             path.write_bytes(content)
-        (reason,) = [one["reason"] for one in tiled(study, masks)["failed"] if one["slide"] == slide]
+        (reason,) = [one["reason"] for one in run_tile(study, masks)["failed"] if one["slide"] == slide]
         assert words in reason and "\n" not in reason
-    refused(lambda: tiled(study, 'tissue.method="no/where"'), "no such folder")
+    refused(lambda: run_tile(study, 'tissue.method="no/where"'), "no such folder")

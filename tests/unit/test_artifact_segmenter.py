@@ -1,4 +1,4 @@
-"""A segmenter that a group has takes the place of the classical measures for the faults that it knows."""
+"""A custom artifact segmenter replaces the classical measures for the artifacts among its classes."""
 
 import json
 
@@ -33,13 +33,13 @@ def study(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(study):
-    """A network with chance weights whose classes are about equally frequent on the slides."""
+    """Return a network with random weights whose classes are about equally frequent on the slides."""
     from torchvision.models import get_model
 
     torch.manual_seed(0)
     net = get_model(ARCHITECTURE, weights=None, weights_backbone=None, num_classes=3).eval()
     with torch.inference_mode():
-        logits = net(normalised(pixels(study)))["out"]
+        logits = net(normalize_patches(pixels(study)))["out"]
         net.classifier.high_classifier.bias -= logits.mean((0, 2, 3))
     return net
 
@@ -49,29 +49,29 @@ def pixels(study, corners=((256, 256), (384, 512), (512, 384))):
         return np.stack([slide.read(xy, 32, 2.0) for xy in corners])
 
 
-def normalised(patches):
+def normalize_patches(patches):
     mean, std = (torch.tensor(of)[:, None, None] for of in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
     return (torch.from_numpy(patches).permute(0, 3, 1, 2) / 255 - mean) / std
 
 
-def saved(folder, model, said=FACTS):
+def save_segmenter(folder, model, said=FACTS):
     path = folder / "faults.safetensors"
     save_file(model.state_dict(), path, None if said is None else {"segmenter": json.dumps(said)})
     return path
 
 
-def test_shares_are_those_of_the_plain_network(study, model, tmp_path):
-    segmenter = load_segmenter(saved(tmp_path, model))
+def test_artifact_shares_are_those_of_the_plain_network(study, model, tmp_path):
+    segmenter = load_segmenter(save_segmenter(tmp_path, model))
     patches = pixels(study)
     with torch.inference_mode():
-        wanted = model(normalised(patches))["out"].argmax(1).numpy()
+        wanted = model(normalize_patches(patches))["out"].argmax(1).numpy()
     found = segmenter.shares(patches)
     assert found == pytest.approx(np.stack([(wanted == k).mean((1, 2)) for k in range(3)], 1), abs=0.01)
     assert (found > 0.02).sum() > 3, "a network of one answer would prove nothing"
 
 
-def test_tile_sets_aside_what_the_segmenter_finds_and_measures_the_rest(study, model, tmp_path):
-    path = saved(tmp_path, model)
+def test_tile_excludes_segmented_artifacts_and_measures_the_rest(study, model, tmp_path):
+    path = save_segmenter(tmp_path, model)
     qc = [*SETTINGS, "tile.qc={fold=0.3,blur=0.4}", f"tile.segmenter={str(path)!r}"]
     tile_slides(study, site="C1", overrides=qc)
     segmenter = load_segmenter(path)
@@ -86,7 +86,7 @@ def test_tile_sets_aside_what_the_segmenter_finds_and_measures_the_rest(study, m
     assert kept and all(fold[xy] <= 0.3 for xy in kept)
     with torch.no_grad():  # another network: kept plans of the first are not believed
         model.classifier.high_classifier.bias[1] -= 1000
-    saved(tmp_path, model)
+    save_segmenter(tmp_path, model)
     tile_slides(study, site="C1", overrides=qc)
     with h5py.File(study.root / f"stores/C1/slides/{name}.h5") as file:
         assert "fold" not in {why for _, _, why in read_marked(file, "aside")}
@@ -101,6 +101,6 @@ def test_tile_sets_aside_what_the_segmenter_finds_and_measures_the_rest(study, m
         ({**FACTS, "std": [0.5, 0.0, 0.5]}, ("std",)),
     ],
 )
-def test_a_file_that_does_not_say_what_it_is_is_refused(model, tmp_path, said, words):
-    path = saved(tmp_path, model, said)
+def test_a_segmenter_file_without_metadata_is_refused(model, tmp_path, said, words):
+    path = save_segmenter(tmp_path, model, said)
     refused(lambda: load_segmenter(path), "faults.safetensors", *words, error=WsiFlError)

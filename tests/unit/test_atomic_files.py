@@ -1,4 +1,4 @@
-"""Files are whole or absent, also when the writer fails, is killed, or the disk is full."""
+"""Files are whole or absent, even when the writer fails, is killed, or the disk is full."""
 
 import errno
 import math
@@ -40,8 +40,8 @@ def test_content_appears_only_when_the_block_ends(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, OSError, None])
-def test_failed_write_leaves_the_old_file_alone(tmp_path, error):
-    """And one that wrote nothing fails."""
+def test_failed_write_leaves_the_old_file_unchanged(tmp_path, error):
+    """A writer without any output fails as well."""
     path = tmp_path / "a.txt"
     write_text(path, "old")
     with pytest.raises(error or FileNotFoundError), atomic_path(path) as temporary:
@@ -76,7 +76,7 @@ def test_killed_writer_leaves_the_old_file_and_a_leftover_that_is_removed(tmp_pa
     assert names_in(tmp_path) == kept
 
 
-def test_leftovers_of_the_folders_within_go_too_and_nothing_else(tmp_path):
+def test_only_temporary_leftovers_are_removed_from_a_folder_and_its_subfolders(tmp_path):
     ours = [".a.12.partial.h5", "state/.b.7.partial.safetensors", "state/.tmp2rCX7g"]
     others = ["a.h5", "state/.hidden", "state/deep/.a.12.partial.h5", "state/tmp2rCX7g"]
     for name in [*ours, *others]:
@@ -102,7 +102,7 @@ def test_full_disk_is_one_line_that_names_the_file(tmp_path, monkeypatch, code):
     refused(lambda: append_line(path, {"round": 1}), words)
 
 
-def test_room_is_refused_before_it_is_needed(tmp_path):
+def test_disk_space_is_reserved_before_it_is_needed(tmp_path):
     with pytest.raises(WsiFlError, match="disk is full"), atomic_path(tmp_path / "a.h5") as temporary:
         files.reserve_space(temporary, 1 << 60)
     assert names_in(tmp_path) == set()
@@ -118,14 +118,14 @@ def test_numbers_that_json_lacks_are_refused(tmp_path, value):
 
 
 @pytest.mark.parametrize("content", [b"", b'{"a": 1', b"\xff\xfe", b"{'a': 1}", b"9" * 5000])
-def test_damaged_json_is_one_line(tmp_path, content):
+def test_damaged_json_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
     refused(lambda: files.read_json(tmp_path / "a.json"), "a.json: not valid JSON")
 
 
 @given(documents=st.lists(DOCUMENTS, max_size=4), last=DOCUMENTS, after=DOCUMENTS, data=st.data())
-def test_documents_come_back_and_lines_survive_a_crash_at_any_byte(tmp_path_factory, documents, last, after, data):
-    """All finished lines come back, whatever of the last one is lost, and the next line starts afresh."""
+def test_documents_read_back_and_log_lines_survive_a_crash_at_any_byte(tmp_path_factory, documents, last, after, data):
+    """All finished lines read back after any loss in the last one, and the next line starts afresh."""
     path = tmp_path_factory.mktemp("lines") / "metrics.jsonl"
     files.write_json(path.with_suffix(".json"), last)
     assert files.read_json(path.with_suffix(".json")) == last
@@ -149,7 +149,7 @@ def test_damage_before_the_last_line_is_an_error(tmp_path, damaged):
     refused(lambda: read_lines(tmp_path / "ledger.jsonl"), "ledger.jsonl: line 2 is damaged")
 
 
-def test_a_lock_is_waited_for_as_long_as_it_was_said(tmp_path):
+def test_a_lock_is_awaited_until_its_timeout(tmp_path):
     path, held, done = tmp_path / ".lock", threading.Event(), threading.Event()
 
     def hold():

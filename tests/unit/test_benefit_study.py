@@ -1,4 +1,4 @@
-"""The study of where joining pays: which rows a drawn hospital has, and gains paired by seed and test row."""
+"""The benefit study draws hospitals by its settings, and pairs gains by seed and test row."""
 
 import importlib.util
 import sys
@@ -24,7 +24,7 @@ def worth():
     return module
 
 
-def test_drawn_hospitals_are_as_the_setting_says_and_no_row_is_drawn_twice(worth):
+def test_simulated_hospitals_match_the_setting_and_no_row_is_drawn_twice(worth):
     label = np.repeat([0, 1], 1500)
     for setting in worth.SETTINGS:
         parts, test = worth.drawn(setting, label, seed=1)
@@ -98,7 +98,7 @@ def around(mean, half):
     return Estimate(mean, mean - half, mean + half)
 
 
-def test_a_verdict_is_only_what_the_intervals_show():
+def test_a_verdict_states_only_what_the_intervals_show():
     assert decide_verdict(around(0.1, 0.05), around(0.2, 0.1)) == "join"
     assert decide_verdict(around(-0.1, 0.05), around(0.2, 0.1)) == "local"
     assert decide_verdict(around(0.02, 0.03), around(0.1, 0.1)) == "inconclusive"

@@ -1,4 +1,4 @@
-"""Memory that is used again, and only then."""
+"""Buffers are reused only when no array uses them."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +14,7 @@ def place(array):
     return array.__array_interface__["data"][0]
 
 
-def test_memory_is_used_again_once_all_that_shares_it_is_gone():
+def test_a_buffer_is_reused_once_no_array_shares_it():
     memory = BufferPool(capacity=2)
     array = memory.empty((4, MB), np.uint8)
     assert place(array) % ALIGNMENT == 0 and array.flags.writeable and array.flags.c_contiguous
@@ -31,7 +31,7 @@ def test_memory_is_used_again_once_all_that_shares_it_is_gone():
     assert at in places
 
 
-def test_what_lives_keeps_its_values_while_others_come_and_go():
+def test_arrays_in_use_keep_their_values_while_buffers_are_reused():
     memory, kept = BufferPool(capacity=3), []
 
     def work(seed):
@@ -46,7 +46,7 @@ def test_what_lives_keeps_its_values_while_others_come_and_go():
     assert len(kept) == 24 and all((array == value).all() for value, array in kept)
 
 
-def test_only_so_much_is_kept_and_nothing_of_small_and_empty_arrays():
+def test_the_pool_keeps_buffers_up_to_its_capacity_and_no_small_arrays():
     memory = BufferPool(capacity=2)
     for shape in ((0, 5), (7, 3), ()):
         array = memory.empty(shape, np.float32)

@@ -1,4 +1,4 @@
-"""The numbers that guarantees rest on: known answers of the cipher, and statistics against scipy."""
+"""Random numbers of privacy guarantees: known answers of the cipher, and statistics against scipy."""
 
 import copy
 import multiprocessing
@@ -22,7 +22,7 @@ SURE = 1e-4
 """p-values below it fail; keys are fixed where a test could fail by chance."""
 
 
-def test_the_bits_are_those_of_aes_256_in_counter_mode():
+def test_the_stream_is_aes_256_in_counter_mode():
     """The counter begins at 0, so that the first block is AES of 16 zero bytes: a known answer under a key of zeros."""
     first = CipherStream(bytes(32)).random_words(2).tobytes()
     assert first.hex() == "dc95c078a2408989ad48a21492842087"
@@ -44,14 +44,14 @@ def test_every_bit_of_a_key_counts():
         assert (CipherStream(bytes(key)).random_words(4) != start).all(), bit
 
 
-def test_streams_of_one_seed_agree_and_those_of_others_have_nothing_in_common():
+def test_streams_of_one_seed_agree_and_streams_of_other_seeds_are_independent():
     seeds = [(1,), (2,), (1, "a"), (1, "b"), (11,), (1, 1), ("1",), ("1", "1"), ("11",)]
     seen = {seed: tuple(CipherStream.from_seed(*seed).random_words(3).tolist()) for seed in seeds}
     assert len(set(seen.values())) == len(seeds)
     assert all(tuple(CipherStream.from_seed(*seed).random_words(3).tolist()) == words for seed, words in seen.items())
 
 
-def test_no_number_is_given_out_twice_whatever_is_asked_for():
+def test_no_number_is_drawn_twice_by_any_request():
     stream, seen = CipherStream.from_seed(3), []
     for n in (1, 7, 300, 2):
         seen += [*stream.random_words(n).tolist(), *(stream.randbelow(2**64) for _ in range(n))]
@@ -62,7 +62,7 @@ def test_no_number_is_given_out_twice_whatever_is_asked_for():
 @pytest.mark.parametrize(
     ("draw", "times"), [(lambda s: s.normal(2**10).tolist(), 400), (lambda s: [s.randbelow(2**40)], 4000)]
 )
-def test_threads_share_a_stream_and_each_number_is_given_out_once(draw, times):
+def test_threads_share_a_stream_and_each_number_is_drawn_once(draw, times):
     together, alone = CipherStream.from_seed(5), CipherStream.from_seed(5)
     with ThreadPoolExecutor(4) as pool:
         parts = list(pool.map(lambda _: draw(together), range(times)))
@@ -125,7 +125,7 @@ def test_uniform_numbers_are_uniform_to_the_last_bit():
     assert chisquare(np.bincount(last.astype(int), minlength=256)).pvalue > SURE
 
 
-def test_normal_numbers_have_the_distribution_that_scipy_says():
+def test_normal_numbers_have_the_distribution_of_scipy():
     drawn = CipherStream.from_seed(2).normal(2**21)
     assert drawn.dtype == np.float64
     assert kstest(drawn, "norm").pvalue > SURE
@@ -135,7 +135,7 @@ def test_normal_numbers_have_the_distribution_that_scipy_says():
 
 
 def test_the_tail_goes_on_beyond_where_float32_numbers_end():
-    """Beyond 5.77 lies one in 10⁸. Here the tail is looked at from 4 on, against its probability."""
+    """Beyond 5.77 lies one in 10⁸. The test compares the tail from 4 on with its probability."""
     stream, far, n = CipherStream.from_seed(4), [], 2**24
     for _ in range(8):
         drawn = np.abs(stream.normal(n // 8))
@@ -162,7 +162,7 @@ def test_normal_numbers_are_on_no_grid():
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 64, 2**15, 2**16, 2**17, 2**18])
-def test_draws_have_nothing_to_do_with_each_other(lag):
+def test_draws_are_uncorrelated(lag):
     """2¹⁶ apart lie the two numbers of a pair: cosine and sine of one angle, with one radius."""
     drawn = CipherStream.from_seed(11).normal(2**19)
     for power in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""What clinics ask, on scikit-learn's table of breast tumours: every figure against the library that computes it."""
+"""Clinical metrics on scikit-learn's table of breast tumors agree with established libraries."""
 
 from dataclasses import asdict
 
@@ -28,14 +28,14 @@ from wsi_fl.stages.evaluation import predict
 
 @pytest.fixture(scope="module")
 def tumours():
-    """(score, whether malignant) of 569 patients, by two features that do not tell all."""
+    """Return (score, whether malignant) of 569 patients by two imperfect features."""
     x, y = load_breast_cancer(return_X_y=True)
     case = y == 0
     model = LogisticRegression(max_iter=1000)
     return cross_val_predict(model, x[:, [1, 8]], case, cv=5, method="predict_proba")[:, 1], case
 
 
-def test_values_at_a_point_are_those_of_the_libraries(tumours):
+def test_values_at_an_operating_point_are_those_of_the_libraries(tumours):
     score, case = tumours
     said = score >= 0.4
     found = clinical_metrics._operating_values(said, case)
@@ -63,7 +63,7 @@ def test_predictive_values_at_the_prevalence_at_hand_are_those_counted(tumours):
     assert perfect.value == perfect.high == 1.0 and perfect.low < 0.95
 
 
-def test_areas_are_those_of_scikit_learn_and_their_spread_that_of_the_bootstrap(tumours):
+def test_areas_are_those_of_scikit_learn_and_their_variance_that_of_the_bootstrap(tumours):
     score, case = tumours
     other = np.random.default_rng(1).permutation(score) * 0.5 + score * 0.5
     areas, covariance = clinical_metrics._delong_covariance(np.stack([score, other]), case)
@@ -83,7 +83,7 @@ def test_areas_are_those_of_scikit_learn_and_their_spread_that_of_the_bootstrap(
 
 
 def test_delong_is_its_definition():
-    """The areas of structural components, one pair of patients after the other, with ties counted half."""
+    """The definition: areas of structural components, pair by pair of patients, with ties counted half."""
     rng = np.random.default_rng(3)
     scores, case = rng.integers(6, size=(2, 25)).astype(float), np.arange(25) < 10
     areas, covariance = clinical_metrics._delong_covariance(scores, case)
@@ -129,14 +129,14 @@ def test_the_number_of_patients_is_that_of_the_published_example():
     assert found == pytest.approx(4544, rel=0.01)  # theirs is simulated
 
 
-def test_ranking_all_right_by_few_patients_is_no_proof_that_it_always_will():
+def test_a_perfect_ranking_of_few_patients_has_a_wide_interval():
     found = clinical_metrics._auroc_interval(np.linspace(0, 1, 18), np.arange(18) >= 10)
     assert (found.value, found.high) == (1, 1) and found.low == pytest.approx(0.025 ** (1 / 8))
     worst = clinical_metrics._auroc_interval(np.linspace(1, 0, 18), np.arange(18) >= 10)
     assert (worst.value, worst.low) == (0, 0) and worst.high == pytest.approx(1 - found.low)
 
 
-def test_as_many_patients_as_planned_give_intervals_as_narrow_as_wanted():
+def test_the_planned_number_of_patients_gives_the_wanted_interval_width():
     wanted = sample_size.IntervalWidths(auroc=0.1, slope=0.4, sensitivity=0.1)
     needed = sample_size.compute_sample_size(0.3, 0.8, wanted, sensitivity=0.85)
     rng, d = np.random.default_rng(4), 2**0.5 * 0.8416212
@@ -175,7 +175,7 @@ def test_patients_are_counted_not_their_examples():
     assert clinical_metrics.aggregate_patients(said, np.zeros(5, int), np.arange(5).astype(str)).probabilities is said
 
 
-def test_nothing_is_told_of_few(tumours):
+def test_subgroups_of_few_patients_have_no_metrics(tumours):
     score, case = tumours
     groups = np.where(np.arange(len(case)) < 9, "few", np.where(np.arange(len(case)) < 200, "some", ""))
     found = clinical_metrics.describe_subgroups(groups, score >= 0.5, case, score)
@@ -190,7 +190,7 @@ def test_nothing_is_told_of_few(tumours):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 12), st.integers(0, 12), st.floats(0.001, 0.999))
-def test_described_takes_any_few_patients(cases, others, prevalence):
+def test_describe_class_handles_any_small_number_of_patients(cases, others, prevalence):
     case, score = np.arange(cases + others) < cases, np.linspace(0, 1, cases + others)
     found = clinical_metrics.describe_class(score, score > 0.5, case, prevalence)
     assert (found["n"], found["cases"]) == (cases + others, cases)
@@ -199,7 +199,7 @@ def test_described_takes_any_few_patients(cases, others, prevalence):
         assert one is None or 0 <= one["low"] <= one["value"] <= one["high"] <= 1
 
 
-def test_calibration_of_scores_that_nearly_part_both_kinds():
+def test_calibration_of_nearly_separable_scores_is_that_of_logistic_regression():
     said = np.array([41, 44, 50, 57, 63, 64, 84, 87, 97.5, 98.8, 98.9, 99.2, 99.3, 99.4, 99.6, 99.7]) / 100
     case = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1], bool)
     known = sm.Logit(case.astype(float), sm.add_constant(logit(said))).fit(disp=0)
@@ -209,7 +209,7 @@ def test_calibration_of_scores_that_nearly_part_both_kinds():
     assert clinical_metrics._fit_calibration(said, said > 0.98) is None
 
 
-def test_net_benefit_at_a_prevalence_is_that_of_as_many_more_others():
+def test_net_benefit_at_a_prevalence_is_that_of_reweighted_non_cases():
     rng = np.random.default_rng(1)
     case = np.arange(300) < 150
     score = np.clip(rng.normal(0.4 + 0.2 * case, 0.2), 0, 1)
@@ -232,7 +232,7 @@ PERFECT = np.linspace(0, 1, 8)
         (1 - PERFECT, UNSURE, -0.5, 0.5),
     ],
 )
-def test_models_that_differ_alike_for_every_patient_are_not_alike(ours, theirs, value, most):
+def test_models_with_one_constant_difference_differ_by_the_sign_test(ours, theirs, value, most):
     """The interval is that of four of four pairs, and p of a sign test on them."""
     found = clinical_metrics.auroc_difference(ours, theirs, np.arange(8) >= 4)
     low, high = proportion_confint(4, 4, method="beta")
@@ -241,7 +241,7 @@ def test_models_that_differ_alike_for_every_patient_are_not_alike(ours, theirs, 
     assert found.p == pytest.approx(binomtest(4, 4).pvalue) and found.n == 8
 
 
-def test_pairs_that_differ_unlike_while_no_patient_does_count_in_part():
+def test_pairs_with_differing_scores_and_equal_patients_count_in_part():
     """Of two cases and two others, each gains one half: one pair a whole and one nothing."""
     case = np.array([True, True, False, False])
     ours, theirs = np.array([2.0, 4.0, 1.0, 3.0]), np.array([1.0, 3.0, 2.0, 4.0])
@@ -252,7 +252,7 @@ def test_pairs_that_differ_unlike_while_no_patient_does_count_in_part():
     assert (same.value, same.low, same.high, same.p) == (0, 0, 0, None)
 
 
-def test_p_is_small_but_never_nothing():
+def test_p_is_never_zero():
     rng, case = np.random.default_rng(0), np.arange(3000) >= 1500
     good, bad = rng.normal(3.0 * case, 1), rng.normal(-3.0 * case, 1)
     found = clinical_metrics.auroc_difference(good, bad, case)
@@ -261,7 +261,7 @@ def test_p_is_small_but_never_nothing():
     assert 0 < few.p < 1e-50
 
 
-def test_at_another_prevalence_one_kind_of_patients_says_nothing_of_the_model():
+def test_net_benefit_at_a_prevalence_needs_cases_and_non_cases():
     score, at = np.array([0.9, 0.8, 0.6, 0.4]), [0.1, 0.25, 0.5]
     for case in (np.ones(4, bool), np.zeros(4, bool)):
         found = clinical_metrics.net_benefit(score, case, at, 0.05)
@@ -277,7 +277,7 @@ def test_at_another_prevalence_one_kind_of_patients_says_nothing_of_the_model():
         assert found[name] == pytest.approx(expected, abs=1e-9)
 
 
-def test_narrow_intervals_take_as_many_patients_as_their_square_asks_for():
+def test_narrow_intervals_need_patients_in_inverse_square_of_their_width():
     wide, narrow = (
         sample_size.compute_sample_size(0.2, 0.85, sample_size.IntervalWidths(auroc=width))["auroc"]
         for width in (0.01, 1e-4)
@@ -285,8 +285,8 @@ def test_narrow_intervals_take_as_many_patients_as_their_square_asks_for():
     assert narrow == pytest.approx(10**4 * wide, rel=1e-3)
 
 
-def described_at(case, prevalence):
-    """The document of one site whose model is perfect, beside a lone one that says the same of everybody."""
+def describe_site(case, prevalence):
+    """Return the document of one site with a perfect model beside a constant local one."""
     score, at = np.where(case, 0.9, 0.1), [0.1, 0.25, 0.5]
     more = clinical_metrics.auroc_difference(score, np.full(len(case), 0.5), case)
     one = clinical_metrics.describe_class(score, score > 0.5, case, prevalence) | {
@@ -304,23 +304,23 @@ def described_at(case, prevalence):
     }
 
 
-def test_the_page_tells_what_a_constant_lone_model_lacks_and_how_sure_six_patients_are():
-    found = " ".join(list_clinical_findings(described_at(np.arange(6) > 2, None)))
+def test_the_page_reports_the_gain_over_a_constant_local_model_with_its_interval():
+    found = " ".join(list_clinical_findings(describe_site(np.arange(6) > 2, None)))
     assert "AUROC is 0.50 above that of its local model (−0.21 to +0.50)" in found
 
 
 @pytest.mark.parametrize("case", [np.ones(4, bool), np.zeros(4, bool)])
 @pytest.mark.parametrize("prevalence", [None, 0.05])
-def test_patients_of_one_kind_have_their_page(case, prevalence):
-    """At another prevalence the model's net benefit is not known, so that its curve is not drawn."""
-    page = build_clinical_section(described_at(case, prevalence), {"C1": "#123456"})
+def test_a_page_is_written_for_patients_of_one_class(case, prevalence):
+    """Net benefit at another prevalence is unknown, so the model's curve is not drawn."""
+    page = build_clinical_section(describe_site(case, prevalence), {"C1": "#123456"})
     ((title, chart),) = page["curves"]
     assert title == "Net benefit, tumor" and ("C1" in chart.alt) == (prevalence is None)
     assert page["cells"][0]["AUROC"] == "–"
 
 
 @pytest.mark.parametrize("n_classes", [1, 3, 5])
-def test_every_class_of_other_than_two_is_asked_against_the_rest(n_classes):
+def test_more_than_two_classes_are_scored_one_against_the_rest(n_classes):
     rng, names = np.random.default_rng(0), np.array([f"p{k}" for k in range(60)])
     said, truth = rng.dirichlet(np.ones(n_classes), 60), rng.integers(0, n_classes, 60)
     outputs = tuple(f"grade {k}" for k in range(n_classes))
@@ -339,7 +339,7 @@ def test_every_class_of_other_than_two_is_asked_against_the_rest(n_classes):
 @pytest.mark.parametrize(
     "score", [[0.1, 0.3, 0.1, 0.2, 0.1], [0.0], [0.9, 0.9, 0.8]], ids=["low", "of one patient", "high"]
 )
-def test_no_precision_is_told_of_cases_alone(score):
+def test_average_precision_needs_cases_and_non_cases(score):
     """Of cases alone every model has an average precision of 1."""
     score = np.array(score)
     for case in (np.ones(len(score), bool), np.zeros(len(score), bool)):
@@ -354,9 +354,9 @@ def test_no_precision_is_told_of_cases_alone(score):
 @pytest.mark.parametrize(
     ("prevalence", "words"), [(0.004, "0.4 %"), (0.015, "1.5 %"), (0.07, "7 %"), (0.9995, "99.95 %")]
 )
-def test_a_stated_prevalence_is_told_as_it_was_stated(tumours, prevalence, words):
+def test_a_stated_prevalence_is_reported_as_stated(tumours, prevalence, words):
     case = tumours[1]
-    document = described_at(case, prevalence)
+    document = describe_site(case, prevalence)
     assert {f"PPV at {words}", f"NPV at {words}"} <= set(build_clinical_cells(document)[0])
     assert build_clinical_section(document, {"C1": "#123456"})["share"] == f"{words} of patients"
 
@@ -364,11 +364,11 @@ def test_a_stated_prevalence_is_told_as_it_was_stated(tumours, prevalence, words
 @pytest.mark.parametrize(
     ("share", "words"), [(0.0, "0 %"), (1e-5, "under 1 %"), (0.5, "50 %"), (0.9999, "over 99 %"), (1.0, "100 %")]
 )
-def test_a_share_of_patches_is_none_or_all_only_where_it_is(share, words):
+def test_a_share_of_patches_is_reported_as_none_or_all_only_where_exact(share, words):
     assert predict._format_percent(share) == words
 
 
 @pytest.mark.parametrize(("best", "least"), [(0.499, 0.5), (0.6996, 0.7), (0.004, 0.005)])
-def test_too_little_tissue_is_not_told_as_enough(best, least):
+def test_too_little_tissue_is_not_rounded_up_to_enough(best, least):
     _, note = _find_candidates(np.array([best, 0], np.float32), least, 3)
     assert f"{100 * least:g}% tissue" in note and f"({100 * best:g}%)" in note

@@ -1,4 +1,4 @@
-"""What travels: the same messages by MPI as in process, and nothing that was not agreed on."""
+"""Messages by MPI equal those in process, and messages outside the plan are refused."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_in_process_messages_are_scaled_counted_and_recorded(tmp_path):
     assert local.traffic[1].messages == 0
 
 
-def test_what_was_not_agreed_on_is_refused(tmp_path):
+def test_a_message_outside_the_plan_is_refused(tmp_path):
     local = LocalComm(2)
     sent = [Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0, 2.0]))]
     (message,) = local.exchange(sent, [(0, 1)], round_=1, hop=0, size=3)
@@ -62,7 +62,7 @@ def test_what_was_not_agreed_on_is_refused(tmp_path):
         local.exchange(sent, [(0, 1), (1, 0)], round_=1, hop=0, size=2)
 
 
-def test_headers_that_lie_are_refused(tmp_path):
+def test_false_headers_are_refused(tmp_path):
     header, vector = pack_message(Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0])), 1, 0)
 
     def refusal(head=header, body=vector, sender=0, round_=1):
@@ -82,7 +82,7 @@ def test_headers_that_lie_are_refused(tmp_path):
     assert refusal(body=vector[:0]) == "it brings 0 values, announced 1"
 
 
-def test_every_hop_of_a_round_has_a_tag_of_its_own_and_beyond_them_nothing_is_sent(tmp_path):
+def test_every_hop_of_a_round_has_a_unique_tag_and_more_hops_are_refused(tmp_path):
     assert sorted({wire.BUFFERS, wire.FAREWELL, wire.WELCOME, wire.SCORING}) == list(range(wire.GRAPH_HOPS, wire.HOPS))
     tags = [compute_tag(round_, hop) + part for round_ in range(500) for hop in range(wire.HOPS) for part in (0, 1)]
     assert len(set(tags)) == len(tags) and max(tags) < comm._GATHER_TAG
@@ -95,7 +95,7 @@ class Told(TypedDict):
     text: NotRequired[PrintableText]
 
 
-def test_documents_are_gathered_in_order_and_handed_to_one_site_and_who_said_nothing_is_left_out():
+def test_documents_are_gathered_in_order_and_exchanged_without_missing_ones():
     local, told = LocalComm(3), [{"site": 1}, {"site": 0, "text": ""}, {"site": 2, "text": "é"}]
     assert local.gather(told, Told) == told
     said = {(0, 1): {"site": 1}, (0, 2): {"site": 2}}
@@ -118,7 +118,7 @@ def test_documents_are_gathered_in_order_and_handed_to_one_site_and_who_said_not
         ([1], "Input should be an object"),
     ],
 )
-def test_a_document_that_is_not_what_was_agreed_on_is_refused_whoever_tells_it(document, words):
+def test_a_document_outside_the_schema_is_refused_from_any_site(document, words):
     with pytest.raises(ProtocolError, match=f"^site 2 .*{re.escape(words)}"):
         LocalComm(3, running=(0, 2)).gather([{"site": 0}, document], Told)
 
@@ -165,7 +165,7 @@ together()
 
 
 def plan_of(folder, round_, sites):
-    """The same releases whoever makes them, on the exponential graph over three sites."""
+    """Return a plan with the same releases from any caller, on the exponential graph over three sites."""
     (matrix,) = exponential(3, round_, 0.3)
     outgoing, expected = [], []
     for site in sites:
@@ -192,7 +192,7 @@ def run_ranks(folder, text, n, part=wire._PART_BYTES):
     return subprocess.run(command, check=False, **how)
 
 
-def test_what_is_too_long_for_a_call_of_mpi_travels_in_parts(monkeypatch):
+def test_a_message_too_long_for_one_mpi_call_is_sent_in_parts(monkeypatch):
     values = (np.arange(70_001, dtype=np.float32), np.arange(9), b"", b"x", bytearray(300), np.zeros(0, np.float32))
     monkeypatch.setattr(wire, "_PART_BYTES", 100)
     for one in values:
@@ -202,7 +202,7 @@ def test_what_is_too_long_for_a_call_of_mpi_travels_in_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("part", [wire._PART_BYTES, 100_000])  # whole, and in three parts
-def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_path, part):
+def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_the_timeout(tmp_path, part):
     done = run_ranks(tmp_path, RANKS, 3, part)
     assert done.returncode == 0, done.stderr[-2000:]
     ranks = [json.loads((tmp_path / f"rank{k}.json").read_text()) for k in range(3)]

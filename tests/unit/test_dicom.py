@@ -1,4 +1,4 @@
-"""DICOM slides: which files are one slide, and what is refused by name."""
+"""DICOM files are grouped into slides, and unsupported ones are refused by name."""
 
 from functools import partial
 
@@ -56,7 +56,7 @@ PYRAMIDS = {
 
 
 @pytest.mark.parametrize("how", PYRAMIDS)
-def test_two_pyramids_of_one_series_are_told_apart(tmp_path, how):
+def test_two_pyramids_of_one_series_are_distinguished(tmp_path, how):
     picture, more = PYRAMIDS[how]
     write_dicom(tmp_path / "first.dcm", PICTURE, pyramid="1.2.9.1" if more else "")
     write_dicom(tmp_path / "second.dcm", picture, **more)
@@ -78,7 +78,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_openslide_does_not_read_is_refused_by_its_name(tmp_path, what):
+def test_dicom_that_openslide_cannot_read_is_refused_by_name(tmp_path, what):
     write_dicom(tmp_path / "a.dcm", PICTURE, **REFUSED[what])
     for path in (tmp_path, tmp_path / "a.dcm"):
         refused(lambda path=path: Slide(path, MPP), "a.dcm", what)
@@ -88,17 +88,17 @@ JPEG, JPEG_2000 = "1.2.840.10008.1.2.4.50", "1.2.840.10008.1.2.4.91"
 
 
 def jpeg(tile):
-    """YCbCr, as the segment of JFIF says."""
+    """Return a stream of YCbCr by its JFIF segment."""
     return encode_jpeg(np.ascontiguousarray(tile), quality=98, colorsubsampling="444")
 
 
 def adobe_rgb(tile):
-    """A stream that says by Adobe's segment that it holds RGB; only its head is right."""
+    """Return a stream of RGB by Adobe's segment; only its header is right."""
     return b"\xff\xd8\xff\xee\x00\x0eAdobe\0\x64\0\0\0\0\0" + jpeg(tile)[2:]
 
 
 def rgb_by_name(tile):
-    """A stream without segments that says by its components' names that it holds RGB."""
+    """Return a stream without segments, of RGB by its components' names."""
     stream = jpeg(tile)
     stream = b"\xff\xd8" + stream[4 + int.from_bytes(stream[4:6], "big") :]
     at = stream.index(b"\xff\xc0") + 10
@@ -120,7 +120,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("how", LIES)
-def test_a_header_that_contradicts_its_frames_about_colours_is_no_slide(tmp_path, how):
+def test_a_header_that_contradicts_the_colors_of_its_frames_is_refused(tmp_path, how):
     colours, syntax, pack, what = LIES[how]
     write_dicom(tmp_path / "a.dcm", PICTURE, colours=colours, syntax=syntax, pack=pack)
     refused(lambda: Slide(tmp_path, MPP), "a.dcm", f"header states {colours}", what)
@@ -145,14 +145,14 @@ def test_packed_frames_have_the_colours_of_their_picture(tmp_path, how):
 
 @pytest.mark.parametrize("head", [bytes(8), b"II*\0\x08\0\0\0"])
 def test_a_dicom_file_that_is_no_slide_is_named(tmp_path, head):
-    """Some begin as a TIFF too."""
+    """Some of the files begin like a TIFF."""
     path = write_dicom(tmp_path / "ct.dcm", PICTURE)
     path.write_bytes(head + path.read_bytes()[8:].replace(b"1.1.77.1.6", b"1.1.77.1.4"))  # a photograph
     refused(lambda: Slide(path), "ct.dcm: a DICOM file, but no whole-slide image")
 
 
 @pytest.mark.parametrize("n", [132, 200, 400])
-def test_a_cut_header_says_nothing_and_is_no_error(tmp_path, n):
+def test_a_truncated_header_gives_no_metadata_and_no_error(tmp_path, n):
     whole = write_dicom(tmp_path / "a.dcm", PICTURE)
     assert read_header(whole).series == "1.2.3.2" and is_dicom(whole)
     whole.write_bytes(whole.read_bytes()[:n])

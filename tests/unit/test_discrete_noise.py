@@ -1,4 +1,4 @@
-"""Noise in shares against exact probabilities, and what it costs against the Gaussian mechanism."""
+"""Discrete noise in shares against exact probabilities, and its cost against the Gaussian mechanism."""
 
 from fractions import Fraction
 from functools import reduce
@@ -22,13 +22,13 @@ SURE = 1e-4
 
 
 def pmf(sigma, most):
-    """Probabilities of −most, …, most under the discrete Gaussian."""
+    """Return the probabilities of −most, …, most under the discrete Gaussian."""
     weights = np.exp(-(np.arange(-most, most + 1) ** 2) / (2 * float(sigma) ** 2))
     return weights / weights.sum()
 
 
 def compare(draws, expected):
-    """The p-value of counts of −m, …, m; neighbours that are rare go together."""
+    """Return the p-value of counts of −m, …, m; rare neighbors are pooled."""
     m = len(expected) // 2
     counts = np.bincount(np.clip(draws, -m, m) + m, minlength=2 * m + 1)
     bins = np.cumsum(expected) * len(draws) // 20
@@ -64,14 +64,14 @@ def test_large_noise_is_normal_and_has_no_grid(sigma):
     assert chisquare(np.bincount(draws & 255, minlength=256)).pvalue > SURE
 
 
-def test_noise_comes_from_a_fresh_stream_unless_a_test_says_otherwise():
+def test_noise_comes_from_a_fresh_stream_by_default():
     assert (discrete_gaussian(2.0**20, 50) != discrete_gaussian(2.0**20, 50)).any()
     a, b, c = (discrete_gaussian(2.0**20, 50, CipherStream.from_seed(k)) for k in (7, 7, 8))
     assert (a == b).all() and (a != c).any()
 
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan"), float("inf"), 2.0**51])
-def test_a_sigma_that_makes_no_sense_is_refused(sigma):
+def test_an_invalid_sigma_is_refused(sigma):
     refused(lambda: discrete_gaussian(sigma, 1), "sigma above 0")
 
 
@@ -81,7 +81,7 @@ def test_sums_become_the_nearest_whole_numbers():
     assert discrete_noise.quantize(np.array([3.0]), 0.25).tolist() == [1]
 
 
-def test_what_makes_no_whole_numbers_is_refused():
+def test_values_that_cannot_be_quantized_are_refused():
     for scale in (3.0, 0.0, -2.0, float("inf"), float("nan")):
         refused(lambda scale=scale: discrete_noise.quantize(np.zeros(2), scale), "power of two")
         refused(lambda scale=scale: quantization_sensitivity(1.0, scale, 2), "power of two")
@@ -113,7 +113,7 @@ def test_rounded_sums_of_neighbours_are_never_further_apart_than_the_sensitivity
 
 @pytest.mark.parametrize("n", [1, 4, 100])
 def test_the_sensitivity_is_reached(n):
-    """So that no smaller number would do."""
+    """A smaller bound would be wrong."""
     total, row = np.full(n, 0.5 / 8), np.full(n, 1 / 8)
     moved = np.linalg.norm(discrete_noise.quantize(total + row, 8.0) - discrete_noise.quantize(total, 8.0))
     assert moved == pytest.approx(quantization_sensitivity(float(np.linalg.norm(row)), 8.0, n), rel=1e-12)
@@ -121,13 +121,13 @@ def test_the_sensitivity_is_reached(n):
 
 @pytest.mark.parametrize(("n_sites", "colluding"), [(2, 0), (4, 1), (7, 3), (5, 4), (1, 0)])
 @pytest.mark.parametrize("sigma", [1.0, 12.345, 2.0**27 / 3])
-def test_shares_of_honest_sites_have_all_the_variance_and_hardly_more(n_sites, colluding, sigma):
+def test_noise_shares_of_honest_sites_have_the_full_variance_and_hardly_more(n_sites, colluding, sigma):
     share = share_sigma(sigma, n_sites, colluding)
     assert (n_sites - colluding) * Fraction(share) ** 2 >= Fraction(sigma) ** 2
     assert share == pytest.approx(sigma / sqrt(n_sites - colluding), rel=1e-15)
 
 
-def test_shares_add_up():
+def test_noise_shares_add_up_to_the_total_sigma():
     sigma, n_sites, colluding = 2.0**20, 5, 2
     share = share_sigma(sigma, n_sites, colluding)
     draws = [discrete_gaussian(share, 3000, CipherStream.from_seed(20 + k)) for k in range(n_sites)]
@@ -135,7 +135,7 @@ def test_shares_add_up():
     assert sum(draws).std() == pytest.approx(sigma * sqrt(5 / 3), rel=4 / sqrt(6000))
 
 
-def test_somebody_has_to_be_honest():
+def test_at_least_one_site_must_be_honest():
     for n_sites, colluding in ((3, 3), (3, -1), (0, 0)):
         refused(lambda k=n_sites, t=colluding: share_sigma(1.0, k, t), "may collude")
         refused(lambda k=n_sites, t=colluding: noise_multiplier(99.0, k, t, 1.0, 1), "may collude")
@@ -143,7 +143,7 @@ def test_somebody_has_to_be_honest():
 
 
 @pytest.mark.parametrize(("n_sites", "colluding"), [(2, 0), (4, 1), (9, 8)])
-def test_the_noise_multiplier_is_what_was_wanted_and_never_more_than_there_is(n_sites, colluding):
+def test_the_noise_multiplier_is_the_wanted_one_and_never_above_the_true_one(n_sites, colluding):
     moved, n = quantization_sensitivity(0.7, 2.0**24, 10_000), 10_000
     share = share_sigma(1.4 * moved, n_sites, colluding)
     z = noise_multiplier(share, n_sites, colluding, moved, n)
@@ -151,8 +151,8 @@ def test_the_noise_multiplier_is_what_was_wanted_and_never_more_than_there_is(n_
     assert Fraction(z) ** 2 <= (n_sites - colluding) * Fraction(share) ** 2 / Fraction(moved) ** 2
 
 
-def summed(one, n):
-    """The distribution of the sum of n draws."""
+def convolve_draws(one, n):
+    """Return the distribution of the sum of n draws."""
     return reduce(np.convolve, [one] * n)
 
 
@@ -173,9 +173,9 @@ def test_shares_too_coarse_for_one_gaussian_are_refused():
 
 @pytest.mark.parametrize("sigma", [0.5, 0.6, 0.8, 1.0])
 @pytest.mark.parametrize("n_shares", [2, 3, 5])
-def test_a_sum_of_shares_is_as_near_to_one_discrete_gaussian_as_is_said(sigma, n_shares):
+def test_a_sum_of_shares_is_within_the_bound_of_one_discrete_gaussian(sigma, n_shares):
     """Log-probabilities out to 5 σ, where sums of float64 are exact enough; its last term alone is too little."""
-    total = summed(pmf(sigma, 40), n_shares)
+    total = convolve_draws(pmf(sigma, 40), n_shares)
     m, reach = len(total) // 2, int(5 * sigma * sqrt(n_shares))
     centre = slice(m - reach, m + reach + 1)
     apart = abs(np.log(total[centre] / pmf(sigma * sqrt(n_shares), m)[centre])).max()
@@ -184,7 +184,7 @@ def test_a_sum_of_shares_is_as_near_to_one_discrete_gaussian_as_is_said(sigma, n
 
 
 def delta_discrete(sigma, eps, shift=1):
-    """δ of the discrete Gaussian mechanism by its definition: Σ max(0, P(x) − e^ε P(x − shift))."""
+    """Compute δ of the discrete Gaussian mechanism by its definition: Σ max(0, P(x) − e^ε P(x − shift))."""
     x = np.arange(-shift - int(14 * sigma), int(14 * sigma) + 2 * shift)
     weight = np.exp(-(x.astype(float) ** 2) / (2 * sigma**2))
     shifted = np.exp(-((x + shift).astype(float) ** 2) / (2 * sigma**2))
@@ -192,7 +192,7 @@ def delta_discrete(sigma, eps, shift=1):
 
 
 def delta_normal(sigma, eps, shift=1):
-    """δ of the Gaussian mechanism (Balle & Wang, 2018, theorem 8)."""
+    """Compute δ of the Gaussian mechanism (Balle & Wang, 2018, theorem 8)."""
     z = shift / sigma
     return norm.cdf(z / 2 - eps / z) - exp(eps) * norm.cdf(-z / 2 - eps / z)
 
@@ -213,7 +213,7 @@ def test_discrete_and_normal_noise_have_the_same_delta(z):
 def test_no_renyi_divergence_of_the_sum_is_above_that_on_the_account(n_sites, colluding, order):
     """D_a(sum ‖ shifted sum) by its definition, against a / (2 z²)."""
     share, shift, honest = 6.0, 5, n_sites - colluding
-    total = np.maximum(summed(pmf(share, 200), honest), 1e-300)
+    total = np.maximum(convolve_draws(pmf(share, 200), honest), 1e-300)
     x = np.arange(len(total)) - len(total) // 2
     near = abs(x) < 5 * share * sqrt(honest) + order * shift
     p, q = np.log(total[shift:][near[shift:]]), np.log(total[:-shift][near[shift:]])

@@ -61,7 +61,7 @@ def test_a_step_is_the_sum_of_clipped_gradients_over_B(engine, kind, b, clip, di
 
 
 @pytest.mark.parametrize("b", [0, 1, 9])
-def test_noise_has_standard_deviation_sigma_C_over_B_whatever_the_batch(b):
+def test_noise_has_standard_deviation_sigma_C_over_B_for_any_batch(b):
     sigma, clip, divisor = 1.4, 0.7, 32
     x, y = batch(b)
     quiet, noisy = net(), net()
@@ -113,7 +113,7 @@ def test_each_row_enters_each_batch_independently_at_its_rate():
     assert len(poisson_rows(n, 0.0, sampler)) == 0
 
 
-def scaled(change, **layers):
+def scaled_network(change, **layers):
     """Convolution, a change of its output or a layer by name, and a linear head on 1 × 8 × 8 images."""
 
     def run(net, x):
@@ -132,13 +132,13 @@ def test_the_check_passes_our_models_and_leaves_them_and_the_generator_as_they_w
     assert all(m.training and not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
-def test_the_check_looks_past_weights_that_begin_at_zero():
-    silent = scaled(lambda z: z - z.mean(0, keepdim=True))  # the fault is behind a gain of zero
+def test_the_gradient_check_handles_weights_initialized_to_zero():
+    silent = scaled_network(lambda z: z - z.mean(0, keepdim=True))  # the fault is behind a gain of zero
     nn.init.zeros_(silent.head.weight)
     refused(lambda: check_per_example_gradients(silent, (1, 8, 8), 3), "ties the rows")
 
 
-def outside(net, x):
+def use_weight_outside(net, x):
     """Uses the weight of a module without calling the module."""
     return net.head(functional.conv2d(x, net.conv.weight).flatten(1))
 
@@ -146,13 +146,13 @@ def outside(net, x):
 @pytest.mark.parametrize(
     ("model", "shape", "n_classes", "message"),
     [
-        (scaled(lambda z: z - z.mean(0, keepdim=True)), (1, 8, 8), 3, "ties the rows of a batch together"),
-        (scaled(nn.ReLU(), idle=nn.Linear(2, 2)), (1, 8, 8), 3, "does not depend on idle.weight; freeze it"),
-        (scaled(nn.ReLU()), (1, 9, 9), 3, "cannot take images of 1×9×9: "),
-        (scaled(nn.ReLU()), (3, 8, 8), 3, "cannot take images of 3×8×8: "),
-        (scaled(nn.ReLU()), (1, 8, 8), 4, "4 logits"),
-        (scaled(lambda z: z.add_(1).detach()), (1, 8, 8), 3, "cannot be trained"),
-        (scaled("norm", norm=nn.BatchNorm2d(2)), (1, 8, 8), 3, "BatchNorm"),
+        (scaled_network(lambda z: z - z.mean(0, keepdim=True)), (1, 8, 8), 3, "ties the rows of a batch together"),
+        (scaled_network(nn.ReLU(), idle=nn.Linear(2, 2)), (1, 8, 8), 3, "does not depend on idle.weight; freeze it"),
+        (scaled_network(nn.ReLU()), (1, 9, 9), 3, "cannot take images of 1×9×9: "),
+        (scaled_network(nn.ReLU()), (3, 8, 8), 3, "cannot take images of 3×8×8: "),
+        (scaled_network(nn.ReLU()), (1, 8, 8), 4, "4 logits"),
+        (scaled_network(lambda z: z.add_(1).detach()), (1, 8, 8), 3, "cannot be trained"),
+        (scaled_network("norm", norm=nn.BatchNorm2d(2)), (1, 8, 8), 3, "BatchNorm"),
     ],
 )
 def test_models_with_other_gradients_are_refused_in_one_line(model, shape, n_classes, message):
@@ -161,7 +161,7 @@ def test_models_with_other_gradients_are_refused_in_one_line(model, shape, n_cla
     assert "\n" not in str(caught.value)
 
 
-def test_a_trainer_takes_no_batch_norm_whoever_checked():
+def test_a_private_trainer_refuses_batch_norm():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     with pytest.raises(UsageError, match="BatchNorm"):
         DPTrainer(model, torch.optim.SGD(model.parameters(), lr=1), sigma=1.0, clip=1.0, batch_size=2)
@@ -178,8 +178,8 @@ class Scale(nn.Module):
         return self.scale * x
 
 
-def twisted(z):
-    """Reads what an operator changed in place again under another name."""
+def twist_in_place(z):
+    """Read an output under another name after an operator changed it in place."""
     z = z * 1
     same = z
     z *= 2.0
@@ -192,12 +192,12 @@ def twisted(z):
         (lambda: net("gn_cnn"), "ghost"),
         (lambda: flat(nn.Dropout(0.5)), "ghost"),
         (lambda: flat(nn.PReLU()), "hooks"),
-        (lambda: scaled(twisted), "singly"),
-        (lambda: scaled("scale", scale=Scale()), "singly"),
-        (lambda: Net(outside, conv=nn.Conv2d(1, 2, 3, bias=False), head=nn.Linear(72, 3)), "singly"),
+        (lambda: scaled_network(twist_in_place), "singly"),
+        (lambda: scaled_network("scale", scale=Scale()), "singly"),
+        (lambda: Net(use_weight_outside, conv=nn.Conv2d(1, 2, 3, bias=False), head=nn.Linear(72, 3)), "singly"),
     ],
 )
-def test_the_check_names_the_way_that_is_right(model, right):
+def test_the_check_selects_the_correct_engine(model, right):
     shape = (1, 16, 16) if right == "ghost" and not isinstance(model()[0], nn.Flatten) else (1, 8, 8)
     assert check_per_example_gradients(model(), shape, 3) == right
 
@@ -206,7 +206,7 @@ def flat(*layers):
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(64, 3))
 
 
-def test_the_check_falls_back_on_what_is_right(monkeypatch):
+def test_the_check_falls_back_on_an_engine_that_works(monkeypatch):
     monkeypatch.setitem(ENGINES, "ghost", lambda *_: 1 / 0)
     assert check_per_example_gradients(net(), (1, 16, 16), 3) == "hooks"
     monkeypatch.setitem(ENGINES, "hooks", lambda *_: 1 / 0)
@@ -229,7 +229,7 @@ def test_no_noise_and_no_clipping_is_plain_sgd(engine):
 
 
 class Halved(nn.Module):
-    """A linear layer; with `chance` it drops its output at random, whatever mode it is in."""
+    """A linear layer; with `chance` it drops its output at random in any mode."""
 
     def __init__(self, chance):
         super().__init__()
@@ -241,7 +241,7 @@ class Halved(nn.Module):
 
 @pytest.fixture
 def another_thread_draws():
-    """Draws from PyTorch's generator, which all threads of a process share, again and again."""
+    """Draw continually from PyTorch's generator, which all threads of a process share."""
     is_over = threading.Event()
 
     def draw():
@@ -255,20 +255,20 @@ def another_thread_draws():
     thread.join()
 
 
-def test_what_another_thread_draws_is_not_blamed_on_a_model(another_thread_draws):
+def test_random_draws_of_another_thread_are_not_blamed_on_a_model(another_thread_draws):
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     for _ in range(20):
         assert np.isfinite(step(Halved(0.0), x, y, sigma=1.0, clip=1.0, divisor=8))
 
 
-def test_random_numbers_of_a_model_are_refused_beside_other_threads_too(another_thread_draws):
+def test_random_numbers_of_a_model_are_refused_while_other_threads_draw(another_thread_draws):
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     refused(lambda: step(Halved(0.5), x, y, sigma=1.0, clip=1.0, divisor=8), "random numbers", error=UsageError)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn1", "gn_cnn"])
-def test_a_lone_row_is_computed_alike_in_the_first_step_and_later(kind):
-    """A run that goes on may begin with a batch of one row, which the run that was not cut had in its midst."""
+def test_a_single_row_is_computed_alike_in_the_first_step_and_later(kind):
+    """A resumed run may begin with a batch of one row, which the uninterrupted run had in its midst."""
     (x, y), (lone, label) = batch(5), batch(1, seed=9)
     before = net(kind)
     after = net(kind)

@@ -1,5 +1,4 @@
-"""One row, or one patient, moves the clipped sum by at most C whatever model and loss somebody hands over, or these are
-refused in one line."""
+"""One row or patient moves the clipped sum by at most C for any accepted model and loss; others are refused."""
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def clipped_sum(make, loss_for, x, y, clip, patient=None):
 
 
 def worst_move(make, loss_for, kind, unit, clip):
-    """Return by how many C the removal of one of three units moves the sum, at most."""
+    """Return the largest change of the sum, in units of C, by the removal of one of three units."""
     x, y = data(kind)
     whose = patients(B) if unit == "patient" else torch.arange(B)
     given = (lambda rows: whose[rows]) if unit == "patient" else (lambda rows: None)
@@ -56,7 +55,7 @@ BOUNDED = {"tied on some rows", "tied from the fifth call on", "a gradient of th
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("clip", CLIPS)
-def test_what_ties_rows_is_refused_or_moves_the_sum_by_one_clip(name, clip):
+def test_a_row_dependent_model_is_refused_or_moves_the_sum_by_at_most_one_clip(name, clip):
     case = WRONG[name]
     try:
         move = worst_move(case.make, case.loss, case.kind, case.unit, clip)
@@ -68,7 +67,7 @@ def test_what_ties_rows_is_refused_or_moves_the_sum_by_one_clip(name, clip):
 
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("clip", CLIPS)
-def test_what_treats_rows_alone_is_taken_and_is_the_sum_of_a_loop(name, clip):
+def test_a_row_independent_model_is_accepted_and_gives_the_sum_of_a_loop(name, clip):
     case = RIGHT[name]
     assert worst_move(case.make, case.loss, case.kind, case.unit, clip) <= 1 + 1e-5
     x, y = data(case.kind)
@@ -79,7 +78,7 @@ def test_what_treats_rows_alone_is_taken_and_is_the_sum_of_a_loop(name, clip):
 
 
 def looped_sum(case, x, y, clip, whose):
-    """Return what a loop over units says, float64[n], each of its rows alone in a batch."""
+    """Return the sum by a loop over units, float64[n], each of its rows in a batch of one."""
     torch.manual_seed(1)
     model = case.make()
     for module in model.modules():
@@ -88,13 +87,13 @@ def looped_sum(case, x, y, clip, whose):
     units = []
     for k in range(int(whose.max()) + 1):
         rows = (whose == k).nonzero().flatten()
-        loss = sum(case.loss(y)(alone_among(model(x[r : r + 1]), r, len(x))) for r in rows.tolist())
+        loss = sum(case.loss(y)(among_constants(model(x[r : r + 1]), r, len(x))) for r in rows.tolist())
         units.append(torch.autograd.grad(loss * len(x) / len(rows), weights))
     each_unit = [torch.stack(column) for column in zip(*units, strict=True)]
     return torch.cat([g.flatten().double() for g in clipped(each_unit, clip)])
 
 
-def alone_among(output, row, n):
+def among_constants(output, row, n):
     """Return outputs [n, …] whose other rows are constants."""
     return torch.cat([output.detach() if k != row else output for k in range(n)])
 
@@ -135,7 +134,7 @@ def test_weights_of_as_many_classes_as_a_batch_has_rows_are_no_rows():
         assert loss > 0
 
 
-def test_a_model_that_is_changed_after_the_first_step_is_looked_at_again():
+def test_a_model_changed_after_the_first_step_is_checked_again():
     model = nn.Sequential(nn.Linear(D, D), nn.Identity(), nn.Linear(D, 2))
     (x, y), (trainer, _) = data("vectors"), trainer_of(model)
     step(trainer, x, lambda out: functional.cross_entropy(out, y))
@@ -152,7 +151,7 @@ def test_a_model_that_is_changed_after_the_first_step_is_looked_at_again():
 
 
 def moves_of(trainer, x, y):
-    """By how many C the first row moves the sum."""
+    """Return the change of the sum by the first row, in units of C."""
     sums = []
     for rows in (slice(0, B), slice(1, B)):
         step(trainer, x[rows], lambda out, rows=rows: functional.cross_entropy(out, y[rows]))
@@ -160,7 +159,7 @@ def moves_of(trainer, x, y):
     return float((sums[0] - sums[1]).norm()) / trainer.clip
 
 
-def test_what_lies_in_the_gradients_before_a_step_has_no_part_in_it():
+def test_gradients_left_from_before_a_step_have_no_part_in_it():
     model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2))
     x, y = data("vectors")
     functional.cross_entropy(model(x), y).backward()
@@ -213,7 +212,7 @@ def test_autocast_around_a_step_changes_nothing():
     assert torch.equal(*found)
 
 
-def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch):
+def test_built_in_models_skip_the_row_by_row_check(monkeypatch):
     """The product's own models keep their fast engines, and callers' plain layers too."""
     monkeypatch.setattr(engine_selection, "ROW_BY_ROW", "nobody")
     for name, case in RIGHT.items():
@@ -225,7 +224,7 @@ def test_what_is_known_by_its_making_is_not_shown_one_row_at_a_time(monkeypatch)
 
 
 @pytest.mark.parametrize("engine", ["ghost", "hooks"])
-def test_no_wish_for_an_engine_leads_round_the_check(engine):
+def test_a_requested_engine_does_not_bypass_the_check(engine):
     model = Net(lambda net, x: net.fc(x - x.mean(0)), fc=nn.Linear(D, 2))
     (x, y), recorder = data("vectors"), Recorder(model.parameters())
     trainer = DPTrainer(model, recorder, sigma=0.0, clip=1.0, batch_size=B, engine=engine)
@@ -233,7 +232,7 @@ def test_no_wish_for_an_engine_leads_round_the_check(engine):
     refused(lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)), "ties the rows")
 
 
-def test_a_pool_of_somebody_else_makes_a_model_of_ours_their_own():
+def test_a_custom_pool_makes_a_built_in_model_custom():
     assert row_independence.model_origin(build_deepset(2, D, hidden=8)) == "built-in"
     assert row_independence.model_origin(build_deepset(2, D, hidden=8, pool=sparse_pool)) == "custom"
     assert (

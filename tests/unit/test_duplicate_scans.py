@@ -1,4 +1,4 @@
-"""One scan under several names: found by its content, in one split, and told."""
+"""Copies of a scan under several names are found by content, kept in one split, and reported."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def record(slide, patient, split=None, positive=False):
     return SlideRecord(Path(f"{slide}.tif"), slide, patient, "A", "weak", positive, split=split)
 
 
-def marked(**marks):
+def parse_marks(**marks):
     return {slide: frozenset(text.split()) for slide, text in marks.items()}
 
 
@@ -27,28 +27,28 @@ def scan(slide, patient, mark, split="train", site="A"):
 @pytest.mark.parametrize("seed", range(6))
 def test_patients_who_share_a_scan_are_in_one_split(seed):
     records = [record(f"s{k}", f"p{k}", positive=k % 2 == 0) for k in range(12)]
-    marks = marked(s0="x", s5="x y", s9="y", s11="z")  # p0, p5 and p9 hang together
+    marks = parse_marks(s0="x", s5="x y", s9="y", s11="z")  # p0, p5 and p9 hang together
     split = {one.patient: one.split for one in assign_splits(records, test_fraction=0.4, seed=seed, marks=marks)}
     assert split["p0"] == split["p5"] == split["p9"] and set(split.values()) == {"train", "test"}
-    assert assign_splits(records, test_fraction=0.4, seed=seed, marks=marked(s0="x", s1="y")) == assign_splits(
+    assert assign_splits(records, test_fraction=0.4, seed=seed, marks=parse_marks(s0="x", s1="y")) == assign_splits(
         records, test_fraction=0.4, seed=seed
     )
 
 
-def test_nobody_at_all_is_divided_without_a_crash():
+def test_an_empty_list_of_slides_is_split_without_error():
     assert assign_splits([], test_fraction=0.2) == []
 
 
-def test_a_scan_that_a_table_puts_into_two_splits_is_trained_on_alone():
+def test_a_scan_in_two_splits_of_a_table_is_used_for_training_only():
     records = [record("a", "p", "test"), record("b", "q", "train"), record("c", "r", "val"), record("d", "s", "test")]
-    rest, aside = drop_leaks(records, marked(a="x", b="x", c="x", d="y"))
+    rest, aside = drop_leaks(records, parse_marks(a="x", b="x", c="x", d="y"))
     assert [one.slide for one in rest] == ["b", "d"]
     assert {one.slide: one.reason for one in aside} == dict.fromkeys(
         "ac", "it is the same scan as b of patient q, which is in train"
     )
 
 
-def test_copies_hang_together_by_any_mark_and_slides_without_a_mark_by_none():
+def test_copies_are_grouped_by_any_shared_mark_and_slides_without_marks_by_none():
     scans = [scan("a", "p", "x"), scan("b", "q", "y"), scan("c", "r", "x y"), scan("d", "s", ""), scan("e", "t", "")]
     assert [[one.slide for one in group] for group in find_copies(scans)] == [["a", "b", "c"]]
 
@@ -63,13 +63,13 @@ def test_copies_hang_together_by_any_mark_and_slides_without_a_mark_by_none():
         ([scan(f"s{k}", f"p{k}", "x") for k in range(9)], ("and 3 more are one scan", "counts 9")),
     ],
 )
-def test_who_is_one_scan_is_said_by_name(scans, words):
+def test_copies_of_one_scan_are_reported_by_name(scans, words):
     (line,) = describe_copies(scans)
     assert all(word in line for word in words)
     assert describe_shared(scans) == ([line] if "site B" in line else [])
 
 
-def test_files_are_alike_by_content_however_they_are_called_or_linked(tmp_path):
+def test_files_are_compared_by_content_under_any_name_or_link(tmp_path):
     rng = np.random.default_rng(0)
     whole = rng.bytes(3_000_000)
     later = bytearray(whole)

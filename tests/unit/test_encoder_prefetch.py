@@ -1,4 +1,4 @@
-"""Encoders are kept fed: what is read meanwhile, in which order, how much of it, and what devices bring."""
+"""Encoders read slides ahead in order and within bounds, and adapt to the device's memory."""
 
 import time
 from functools import partial
@@ -43,7 +43,7 @@ class Marking:
         return 4
 
 
-def test_features_of_each_slide_are_its_own_in_order(encoder):
+def test_features_of_each_slide_are_returned_in_its_order(encoder):
     tiny = encoder(batch_size=4)
     slides = [(k, [patches(n, k)]) for k, n in enumerate((3, 0, 9, 1, 4))]
     found = list(encode_items(iter(slides), tiny))
@@ -83,8 +83,8 @@ def test_the_next_slides_are_read_while_one_is_encoded_and_no_more_than_a_few():
     assert 2 <= max(most) <= 5
 
 
-def out_of_memory_above(encoder, most):
-    """The encoder runs out of memory for more patches than that."""
+def limit_memory(encoder, most):
+    """Make the encoder run out of memory above a number of patches; return the list of tried batch sizes."""
     whole, tried = encoder.network.forward, []
 
     def forward(pixels):
@@ -100,22 +100,22 @@ def out_of_memory_above(encoder, most):
 def test_a_batch_too_large_is_halved_until_it_fits(encoder):
     told, plain = [], encoder(batch_size=8)
     tiny, small = encoder(batch_size=8, tell=told.append), encoder(batch_size=8)
-    tried = out_of_memory_above(tiny, 4)
+    tried = limit_memory(tiny, 4)
     for seed in (0, 1):  # the second was read before it was halved
         np.testing.assert_allclose(tiny(patches(8, seed)), plain(patches(8, seed)), atol=1e-5)
         assert tried[:3] == [8, 4, 4] and tiny.batch_size == 4
         assert len(told) == 1 and "no memory for 8 patches of 32 px" in told[0] and "with 4" in told[0]
     (one,) = encode_items([(0, [patches(8, 2)])], tiny)
     assert tried[-2:] == [4, 4] and len(one.features) == 8
-    tried = out_of_memory_above(small, 1)
+    tried = limit_memory(small, 1)
     np.testing.assert_allclose(small(patches(8, 0)), plain(patches(8, 0)), atol=1e-5)
     assert small.batch_size == 1 and tried[:4] == [8, 4, 2, 1]
-    out_of_memory_above(small, 0)
+    limit_memory(small, 0)
     refused(lambda: small(patches(2, 0)), "no memory for a patch of 32 px; lower input_px", error=EncoderError)
 
 
-def moved(network):
-    """Do to fake tensors what `.to("cuda")` does to whatever is registered."""
+def move_to_fake_gpu(network):
+    """Do to fake tensors what `.to("cuda")` does to registered ones."""
     for module in network.modules():
         for table in (module._parameters, module._buffers):
             for name, one in table.items():
@@ -129,7 +129,7 @@ def test_all_that_a_network_needs_moves_to_the_gpu(name):
     transform = preset.transform if preset else Transform((0.5,) * 3, (0.5,) * 3, 64, "bicubic")
     model = build_preset_model(preset) if preset else timm.create_model("test_efficientnet", num_classes=0)
     with FakeTensorMode():
-        network = moved(Network(model.eval(), transform, preset.pooling if preset else None))
+        network = move_to_fake_gpu(Network(model.eval(), transform, preset.pooling if preset else None))
         pixels = torch.empty(2, 256, 256, 3, dtype=torch.uint8, device="cuda")
         with torch.inference_mode():
             features = network(pixels)

@@ -1,4 +1,4 @@
-"""Published encoders: their names and shapes, what is done to pixels, and what files and hubs may bring."""
+"""Encoder presets: names and shapes of weights, normalization of pixels, and refusal of unsafe files."""
 
 import pickle
 from functools import partial
@@ -27,7 +27,7 @@ SIZES = {  # parameters as transformers counts them, blocks, d, hidden, side of 
 
 
 def in_transformers(blocks, d, hidden, side, patch, kind):
-    """Names and shapes of transformers' ViTModel, Dinov2Model, and Hibou's with registers."""
+    """Return names and shapes of transformers' ViTModel, Dinov2Model, and Hibou's with registers."""
     patches = "embeddings.patch_embeddings.projection"
     shapes = {
         "embeddings.cls_token": (1, 1, d),
@@ -65,7 +65,7 @@ NEWER |= {"intermediate.dense": "mlp.fc1", "output.dense": "mlp.fc2", "encoder.l
 
 
 def randomly(model, seed=0):
-    """Random weights under a model's names."""
+    """Return random weights under a model's names."""
     g = torch.Generator().manual_seed(seed)
     return {name: torch.randn(one.shape, generator=g) * 0.05 for name, one in model.state_dict().items()}
 
@@ -77,7 +77,7 @@ def newer(key):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_transformers_names_become_timms_of_version_5_too(name):
+def test_transformers_5_weight_names_are_converted_to_timm(name):
     n_parameters, *sizes = SIZES[name]
     shapes, model = in_transformers(*sizes), build_preset_model(PRESETS[name])
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == n_parameters
@@ -93,11 +93,11 @@ def test_transformers_names_become_timms_of_version_5_too(name):
     ("name", "word"),
     [("UNI2", "did you mean 'uni2-h'?"), ("conch_v1", "wsi-fl import"), ("titan", "whole slide"), ("musk", "import")],
 )
-def test_who_asks_for_what_is_no_preset_is_told_what_to_do(name, word):
+def test_an_unknown_preset_is_refused_with_advice(name, word):
     refused(lambda: Encoder(name), word)
 
 
-def test_the_page_of_encoders_says_what_the_table_says():
+def test_the_documentation_of_encoders_matches_the_table():
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "prepare-data.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
     lines = {row[0].strip("`"): row[1:] for row in rows if row[0].startswith("`")}
@@ -133,7 +133,7 @@ def test_weights_of_a_preset_give_the_features_of_the_plain_model(name, tmp_path
 
 
 def dinov2_by_hand(state, pixels, heads):
-    """A block of transformers' DINOv2 with registers and SwiGLU, written down from its paper."""
+    """Compute a block of transformers' DINOv2 with registers and SwiGLU, as in its paper."""
 
     def linear(x, name):
         return functional.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
@@ -192,7 +192,7 @@ def test_a_wrong_key_or_shape_is_named_with_shapes():
 
 
 class Harm:
-    """What a pickle may do when it is opened."""
+    """A pickle that runs code when opened."""
 
     def __reduce__(self):
         return (Path.touch, (Path("harm"),))

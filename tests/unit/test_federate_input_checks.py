@@ -1,4 +1,4 @@
-"""Arrays that a notebook hands over: what nobody can learn from is refused in one line, before the first round."""
+"""Unusable arrays of a caller are refused in one line before the first round."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def with_value(values, row, value):
         (with_value(Y.astype(float), 4, np.inf), "row 4 has the label inf"),
     ],
 )
-def test_labels_that_are_no_positions_are_told_with_their_site_row_and_classes(labels, words, sigma):
+def test_invalid_labels_are_reported_with_site_row_and_classes(labels, words, sigma):
     refused(lambda: learn(Examples.from_arrays(X, labels), sigma=sigma), "South: " + words, "2 classes, 0 to 1")
 
 
@@ -59,18 +59,18 @@ def test_labels_may_be_whole_numbers_of_any_type():
         )
 
 
-def test_a_loader_takes_no_words_either():
+def test_a_loader_refuses_text_labels():
     refused(lambda: loader(Examples.from_arrays(X, np.where(Y > 0, "yes", "no"))), "row 0 has the label 'no'")
 
 
 @pytest.mark.parametrize("method", ["fedavg", "proxyfl", "oneshot"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_rows_that_are_not_finite_are_told_with_their_number_and_the_first(method, value):
+def test_rows_that_are_not_finite_are_reported_with_their_count_and_the_first(method, value):
     x = with_value(X, ([3, 11], 2), value)
     refused(lambda: learn(Examples.from_arrays(x, Y), method), "South: 2 of 20 rows", "not finite, the first in row 3")
 
 
-def test_bags_and_tests_are_looked_at_like_rows():
+def test_bags_and_test_sets_are_checked_like_rows():
     bags = [bag.copy() for bag in BAGS]
     bags[6][0, 0] = np.nan
     head = {"private": lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(2)), "sigma": None}
@@ -80,7 +80,7 @@ def test_bags_and_tests_are_looked_at_like_rows():
     refused(lambda: learn(Examples.from_arrays(X, Y), tests=tests), "tests of South: row 1 has the label 7")
 
 
-def test_what_overflows_float32_is_not_finite():
+def test_values_that_overflow_float32_are_not_finite():
     refused(
         lambda: learn(Examples.from_arrays(with_value(X.astype(np.float64), (8, 0), 1e300), Y)),
         "South: 1 of 20",
@@ -103,7 +103,7 @@ def test_arrays_of_another_shape_are_refused(x, words):
     refused(lambda: Examples.from_arrays(x), words)
 
 
-def test_as_many_labels_and_patients_as_examples():
+def test_labels_and_patients_must_match_the_number_of_examples():
     refused(lambda: Examples.from_arrays(X, Y[:-1]), "20 examples need as many labels, not [19]")
     refused(lambda: Examples.from_arrays(X, Y[:, None]), "20 examples need as many labels, not [20, 1]")
     refused(lambda: Examples.from_arrays(X, Y, ["P"]), "20 examples need as many patients, not [1]")
@@ -128,14 +128,14 @@ def ask(task, truth):
         (ENDS, NUMBERS, 2, "times from 0 on"),
     ],
 )
-def test_numbers_and_times_that_none_can_learn_are_refused_too(task, truth, n_outputs, words):
+def test_unusable_targets_of_regression_and_survival_are_refused(task, truth, n_outputs, words):
     sites = {"A": ask(task, truth)}
     refused(lambda: federate(sites, "fedavg", private=lambda: nn.Linear(D, n_outputs), delta=1e-3), words)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "oneshot"])
 @pytest.mark.parametrize(("task", "truth", "k"), [(NumberTask(0, 1), NUMBERS, 1), (ENDS, TIMES, 2)])
-def test_federate_asks_what_the_examples_are_asked(method, task, truth, k):
+def test_federate_learns_the_task_of_its_examples(method, task, truth, k):
     part = ask(task, truth)
     sites = {"A": part, "B": part}
     learned = federate(sites, method, private=lambda: nn.Linear(D, k), tests=sites, rounds=1, delta=1e-3)
@@ -161,7 +161,7 @@ def test_models_that_do_not_fit_are_refused_before_the_first_round(model, words,
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
-def test_no_site_and_no_row_are_told():
+def test_missing_sites_and_rows_are_refused():
     refused(lambda: federate({}, private=lambda: nn.Linear(D, 2)), "no site")
     refused(lambda: learn(Examples.from_arrays(X[:0], Y[:0])), "South: it has no examples")
     images = Examples.from_arrays(np.zeros((4, 6, 6, 3), np.uint8), [0, 1, 0, 1])
@@ -182,13 +182,13 @@ SUMS = NoisyStatistics.from_plan(plan_of_round(n=N, batch_size=N, epochs=1, sigm
         (torch.from_numpy(Y)[:5], "classes", "20 rows need as many columns int64, not [5]"),
     ],
 )
-def test_a_label_that_is_no_column_is_no_part_of_a_letter(labels, kind, words):
+def test_a_label_outside_the_classes_is_refused_for_class_statistics(labels, kind, words):
     """A weight of 7 would let one row move the sums by 7 C."""
     head = SharedHead(2, D, kind=kind, projection=4)
     refused(lambda: SUMS.fill(head, torch.from_numpy(X), labels, CipherStream.from_entropy()), words)
 
 
-def test_a_head_of_other_features_says_so():
+def test_a_head_for_other_features_is_refused():
     head, y = SharedHead(2, D + 1, projection=4), torch.from_numpy(Y)
     refused(lambda: SUMS.fill(head, torch.from_numpy(X), y, CipherStream.from_entropy()), "sums 9 features", "have 8")
 
@@ -212,7 +212,7 @@ def a_view_of_its_weights():
 
 @pytest.mark.parametrize("make", [two_names, tied_weights, a_view_of_its_weights])
 @pytest.mark.parametrize("dp", [None, DPSettings(1.0, 1.0, N)])
-def test_what_a_model_holds_under_two_names_comes_back_from_a_checkpoint(make, dp, tmp_path):
+def test_shared_tensors_of_a_model_are_restored_from_a_checkpoint(make, dp, tmp_path):
     def fresh():
         return Learner(make(), lr=0.1, weight_decay=0.0, device=torch.device("cpu"), dp=dp)
 

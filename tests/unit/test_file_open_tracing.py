@@ -1,4 +1,4 @@
-"""Openings are noted, whichever way: in the process, in what it starts, of relative paths, and in vain."""
+"""File openings are traced in a process and its children, for relative and missing paths, too."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from open_tracing import Opened, by_strace, opening
 
 
 @pytest.mark.parametrize("strace", [True, False])
-def test_what_a_process_and_its_children_open_is_noted_and_what_they_leave_alone_is_not(tmp_path, strace):
+def test_files_opened_by_a_process_and_its_children_are_noted_and_others_are_not(tmp_path, strace):
     if strace and not by_strace():
         pytest.skip("strace is not here, or may not look")
     opened = Opened(tmp_path / "notes", strace=strace)

@@ -1,4 +1,4 @@
-"""What DP-SGD promises, kept in floating point: noise without end or grid, norms that bound, no part for NaN."""
+"""DP-SGD keeps its guarantee in floating point: unbounded noise without a grid, bounding norms, no part for NaN."""
 
 import itertools
 from functools import partial
@@ -26,7 +26,7 @@ N_CLASSES = 3
 
 
 class Given:
-    """In place of an optimizer: keeps the gradient it is given, (sum + noise) / B."""
+    """A replacement of an optimizer that keeps its gradient, (sum + noise) / B."""
 
     def __init__(self, model):
         self.model = model
@@ -39,7 +39,7 @@ class Given:
 
 
 def gradient(model, x, loss_of, *, way="ghost", sigma=0.0, clip=1.0, divisor=1, seed=0):
-    """float32[d]: what one step gives the optimizer."""
+    """Return float32[d], the gradient that one step hands to the optimizer."""
     given, unit = Given(model), "patient" if way == "patient" else "row"
     engine = None if way == "patient" else way
     trainer = DPTrainer(model, given, sigma=sigma, clip=clip, batch_size=divisor, engine=engine, unit=unit)
@@ -51,7 +51,7 @@ def loss_for(y):
     return lambda logits: functional.cross_entropy(logits, y)
 
 
-def test_noise_does_not_end_where_float32_numbers_do():
+def test_noise_exceeds_the_largest_float32_normal_number():
     """One in 10⁸ normal numbers lies beyond 5.77, where PyTorch's float32 ones end; this seed gives one."""
     drawn = gradient(nn.Linear(2048, 2048, bias=False), torch.zeros(0, 2048), torch.sum, sigma=1.0, seed=73)
     assert 5.8 < float(drawn.abs().max()) < 7
@@ -71,7 +71,7 @@ def test_no_digit_of_a_sum_shows_through_the_noise():
 
 
 def rarely(_, x):
-    """Drops an example once in a thousand times, whatever the mode."""
+    """Drop an example once in a thousand times, in any mode."""
     return x * (torch.rand(len(x), 1) > 0.001)
 
 
@@ -80,9 +80,9 @@ def forgetful(net, x):
     return functional.linear(functional.dropout(x.flatten(1), 0.5, net.training), net.weight)
 
 
-def test_training_under_privacy_has_no_dropout():
-    """What it drew would have to stay secret. The same noise gives the same step, whatever PyTorch's generator does."""
-    model, x, y = made("linear", 4)
+def test_private_training_has_no_dropout():
+    """Dropout masks would have to stay secret. The same noise gives the same step for any state of PyTorch."""
+    model, x, y = build_case("linear", 4)
     model, found = nn.Sequential(nn.Dropout(0.5), model), []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -102,7 +102,7 @@ def test_a_gradient_of_millions_of_equal_numbers_is_clipped_to_C(way):
     assert 0.7 * (1 - 3e-6) < float(found.double().norm()) <= 0.7
 
 
-def test_positions_that_cancel_have_no_norm_below_their_sum():
+def test_the_norm_of_cancelling_positions_is_not_below_their_sum():
     """Alike inputs times output gradients of mean 0: all digits of the inner products go, not those of the sum."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 64)
@@ -127,8 +127,8 @@ MODELS = {
 EVERY = pytest.mark.parametrize(("name", "way"), itertools.product(MODELS, WAYS))
 
 
-def made(name, b):
-    """The model, x[b, …], y."""
+def build_case(name, b):
+    """Return the model, x[b, …] and y."""
     torch.manual_seed(0)
     model, shape = MODELS[name]
     x = torch.randn(b, *shape)
@@ -140,7 +140,7 @@ def made(name, b):
 @EVERY
 def test_one_example_moves_the_sum_by_at_most_C(name, way):
     for factor in (0.0, 1.0, 1e4, 1e12, 1e18, 1e30):
-        model, x, y = made(name, 1)
+        model, x, y = build_case(name, 1)
         found = gradient(model, x * factor, loss_for(y), way=way, clip=0.3)
         assert float(found.double().norm()) <= 0.3, factor
 
@@ -148,7 +148,7 @@ def test_one_example_moves_the_sum_by_at_most_C(name, way):
 @EVERY
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3e38, 1e25, "teacher"])
 def test_an_example_without_a_finite_gradient_has_no_part_in_the_step(name, way, value):
-    model, x, y = made(name, 5)
+    model, x, y = build_case(name, 5)
     teacher, others = torch.randn(5, N_CLASSES), torch.tensor([0, 1, 3, 4])
 
     def stepped(rows):
@@ -181,7 +181,7 @@ def test_a_gradient_near_the_end_of_float32_is_clipped_to_C_too(clip):
 
 @EVERY
 def test_a_batch_without_finite_gradients_is_a_step_of_noise(name, way):
-    model, x, y = made(name, 3)
+    model, x, y = build_case(name, 3)
     x.view(3, -1)[:, 0] = torch.nan
     found = gradient(model, x, loss_for(y), way=way, sigma=2.0, seed=4)
     assert torch.equal(found, gradient(model, x[:0], loss_for(y[:0]), sigma=2.0, seed=4))

@@ -1,4 +1,4 @@
-"""What a GPU computes is what the processor computes; skipped where there is none."""
+"""Results on a GPU equal those of the processor; skipped without a GPU."""
 
 import copy
 import itertools
@@ -34,7 +34,7 @@ MODELS = {
 EVERY = pytest.mark.parametrize(("name", "engine"), itertools.product(MODELS, sorted(ENGINES)))
 
 
-def made(name):
+def build_case(name):
     torch.manual_seed(0)
     model, shape = MODELS[name]
     x = torch.randn(shape)
@@ -45,7 +45,7 @@ def made(name):
 
 @EVERY
 def test_clipped_sums_are_those_of_double_precision(name, engine):
-    model, x = made(name)
+    model, x = build_case(name)
     y = torch.arange(len(x)) % 3
     each = each_gradient(copy.deepcopy(model).double().train(), x.double(), y)
     told = []
@@ -65,9 +65,9 @@ def test_clipped_sums_are_those_of_double_precision(name, engine):
 
 
 @EVERY
-def test_norms_are_those_of_what_is_summed(name, engine):
-    """Clipping rests on it, so TensorFloat-32 must have no part in it."""
-    model, x = made(name)
+def test_norms_are_those_of_the_summed_gradients(name, engine):
+    """Clipping rests on these norms, so TensorFloat-32 must have no part in them."""
+    model, x = build_case(name)
     model, x, y = model.to(CUDA).train(), x.to(CUDA), torch.arange(len(x), device=CUDA) % 3
     for k in range(len(x)):
         told = []
@@ -95,7 +95,7 @@ def test_noise_is_normal_and_the_same_whether_it_was_drawn_ahead():
 
 
 @pytest.mark.parametrize("dp", [False, True])
-def test_training_goes_the_same_way(dp):
+def test_training_on_the_gpu_matches_the_processor(dp):
     x = np.random.default_rng(0).integers(0, 256, (64, 28, 28, 1)).astype(np.uint8)
     examples = Examples.from_arrays(x, np.arange(64) % 2)
     found = []
@@ -110,8 +110,8 @@ def test_training_goes_the_same_way(dp):
     np.testing.assert_allclose(found[1], found[0], atol=5e-3)
 
 
-def encoded(folder, name, **how):
-    """The features of forty patches by random weights."""
+def encode_patches(folder, name, **how):
+    """Return the features of forty patches by random weights."""
     torch.manual_seed(0)
     path = folder / "weights.safetensors"
     save_file(timm.create_model(name, num_classes=0).state_dict(), path)
@@ -120,15 +120,15 @@ def encoded(folder, name, **how):
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_efficientnet"])
-def test_features_are_those_of_the_processor(tmp_path, name):
-    here, there = (encoded(tmp_path, name, device=device) for device in (CPU, CUDA))
+def test_features_on_the_gpu_are_those_of_the_processor(tmp_path, name):
+    here, there = (encode_patches(tmp_path, name, device=device) for device in (CPU, CUDA))
     centred = [one - here.mean(0) for one in (here, there)]
     assert np.linalg.norm(centred[1] - centred[0]) <= 0.1 * np.linalg.norm(centred[0])  # bfloat16
 
 
 @pytest.fixture
 def little_memory():
-    """A GPU of which hardly more is left than what stands there already."""
+    """Limit the GPU to hardly more memory than is in use."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (2 << 30)) / total)
@@ -150,5 +150,5 @@ def test_memory_that_runs_out_makes_parts_smaller(little_memory, dp):
 
 @pytest.mark.end_to_end
 def test_an_encoder_is_compiled_for_every_number_of_patches(tmp_path):
-    plain, fast = (encoded(tmp_path, "test_vit", device=CUDA, compiled=one) for one in (False, True))
+    plain, fast = (encode_patches(tmp_path, "test_vit", device=CUDA, compiled=one) for one in (False, True))
     assert np.linalg.norm(fast - plain) <= 0.02 * np.linalg.norm(plain)

@@ -1,4 +1,4 @@
-"""Pictures of predictions: every class told from every other, a legend with room for all, colours where patches lie."""
+"""Heatmaps have distinct class colors, a complete legend, and colors at the places of patches."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def heat_of(n_classes, *, n=60, name="subtype number"):
     return PatchPredictions(np.concatenate([left, left + 400], 1), tuple(f"{name} {k}" for k in range(n_classes)), said)
 
 
-def apart(colors):
+def color_distance(colors):
     values = np.array(colors)
     distance = ((values[:, None] - values) ** 2 @ [2, 4, 3]) ** 0.5
     return distance[~np.eye(len(values), dtype=bool)].min()
@@ -34,12 +34,12 @@ def apart(colors):
 @pytest.mark.parametrize("n", [3, 6, 7, 14, 30])
 def test_no_two_classes_have_colours_that_look_alike(n):
     colors = choose_colors([str(k) for k in range(n)])
-    assert len(colors) == n and apart(colors) >= LEAST_APART
+    assert len(colors) == n and color_distance(colors) >= LEAST_APART
     assert colors[:6] == choose_colors(list("abcdefgh"))[: min(n, 6)]  # and those of few stay what they were
 
 
 def test_groups_of_a_mosaic_have_colours_of_their_own():
-    assert apart([qc_thumbnail._group_color(k) for k in range(24)]) > 60
+    assert color_distance([qc_thumbnail._group_color(k) for k in range(24)]) > 60
 
 
 @pytest.mark.parametrize("n", [7, 13])
@@ -76,7 +76,7 @@ def test_a_page_grows_by_the_rows_of_its_legend():
     assert rows > 3 and heights[1] - heights[0] == (rows - 1) * heatmap._ROW_PX
 
 
-def test_things_wrap_where_a_row_ends():
+def test_legend_items_wrap_where_a_row_ends():
     assert wrap_rows([10, 10, 10], [20]) == [(0, 0.0), (0, 10.0), (1, 0.0)]
     assert wrap_rows([99], [20]) == [(0, 0.0)] and wrap_rows([], [20]) == []  # what is alone stays
     assert distinct_colors(((1, 2, 3), (4, 5, 6)), 1) == ((1, 2, 3),)
@@ -101,7 +101,7 @@ def test_colours_lie_where_their_patches_lie_to_the_last_corner(size, mpp):
 
 
 @pytest.mark.parametrize("names", [("luad", "Luad", "lusc"), ("pT1", "PT1", "x"), ("a", "A", "B")])
-def test_classes_that_differ_in_a_capital_stay_two_in_qupath(tmp_path, names):
+def test_classes_that_differ_in_capitals_stay_distinct_in_qupath(tmp_path, names):
     boxes = np.array([[k * 9, 0, k * 9 + 9, 9] for k in range(3)])
     write_geojson(
         tmp_path / "x.geojson",
@@ -116,12 +116,12 @@ def test_classes_that_differ_in_a_capital_stay_two_in_qupath(tmp_path, names):
 
 
 @pytest.mark.parametrize(("values", "mean"), [([[None] * 2] * 2, "–"), ([[0.5, None], [None, 0.7]], "0.600")])
-def test_a_matrix_of_unknown_scores_says_so(values, mean):
+def test_a_matrix_of_unknown_scores_is_described_as_unknown(values, mean):
     assert figures.plot_matrix(values, (0, 1), "AUROC").alt == f"AUROC: 2 models by 2 test parts, mean {mean}."
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(-0.0001, "0.000"), (-0.0, "0.000"), (-0.0006, "−0.001"), (-1200.0, "−1,200.000")]
 )
-def test_nothing_is_not_negative(value, text):
+def test_zero_is_formatted_without_a_minus_sign(value, text):
     assert format_number(value) == text

@@ -1,4 +1,4 @@
-"""JPEG streams: the right pixels or an error."""
+"""JPEG streams decode to the right pixels or raise an error."""
 
 import io
 
@@ -14,22 +14,22 @@ _Y, _X = np.mgrid[:96, :128]
 PICTURE = np.stack([_X * 2 % 256, _Y * 2 % 256, (_X + _Y) * 3 % 256], -1).astype(np.uint8)
 
 
-def encoded(picture=PICTURE, **options) -> bytes:
+def encode_picture(picture=PICTURE, **options) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, "JPEG", quality=90, **options)
     return buffer.getvalue()
 
 
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
-def test_pixels_are_libjpegs(subsampling):
-    stream = encoded(subsampling=subsampling)
+def test_decoded_pixels_are_those_of_libjpeg(subsampling):
+    stream = encode_picture(subsampling=subsampling)
     assert np.array_equal(jpeg.decode(stream), np.asarray(Image.open(io.BytesIO(stream))))
     assert jpeg.read_size(stream) == (96, 128)
     jpeg.check_stream(stream)
 
 
 def test_a_given_array_is_filled_and_must_fit():
-    stream = encoded()
+    stream = encode_picture()
     out = np.zeros((2, 96, 128, 3), np.uint8)
     assert jpeg.decode(stream, out[1]) is not None
     assert np.array_equal(out[1], jpeg.decode(stream)) and not out[0].any()
@@ -40,7 +40,7 @@ def test_a_given_array_is_filled_and_must_fit():
 
 @pytest.mark.parametrize("read", [jpeg.decode, jpeg.check_stream])
 def test_a_stream_cut_short_or_overwritten_raises_in_one_line(read):
-    stream = encoded()
+    stream = encode_picture()
     for share in (0, 0.01, 0.5, 0.9, 0.999):
         with pytest.raises(WsiFlError, match=r"^unusable JPEG stream: [^\n]+$"):
             read(stream[: int(len(stream) * share)])
@@ -52,7 +52,7 @@ def test_a_stream_cut_short_or_overwritten_raises_in_one_line(read):
 
 @pytest.mark.parametrize("rgb", [False, True])
 def test_tables_kept_apart_are_put_back(rgb):
-    whole = encoded(keep_rgb=rgb, subsampling="4:4:4")
+    whole = encode_picture(keep_rgb=rgb, subsampling="4:4:4")
     tables, stream = tables_apart(whole)
     with pytest.raises(WsiFlError):
         jpeg.decode(stream)
@@ -61,8 +61,8 @@ def test_tables_kept_apart_are_put_back(rgb):
 
 
 def test_the_tag_wins_over_the_markers_in_the_stream():
-    """As in TIFF: a stream of red, green and blue that says it is YCbCr is read as the tag says."""
-    rgb = encoded(keep_rgb=True, subsampling="4:4:4")
+    """In TIFF, a stream of red, green and blue whose markers mean YCbCr is read by the tag."""
+    rgb = encode_picture(keep_rgb=True, subsampling="4:4:4")
     place = rgb.index(b"Adobe") - 4
     length = 2 + int.from_bytes(rgb[place + 2 : place + 4])
     jfif = b"\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00"

@@ -1,4 +1,4 @@
-"""The ledger: the only door, an account that nothing forgets, a budget that is never crossed."""
+"""The ledger makes all releases, keeps a complete account, and enforces the budget."""
 
 import json
 from dataclasses import FrozenInstanceError, replace
@@ -20,8 +20,8 @@ VECTOR = np.arange(5, dtype=np.float32)
 UNKNOWN = "did not release these bytes"
 
 
-def spent(rounds):
-    """ε of so many rounds, as a test compares it."""
+def expected_epsilon(rounds):
+    """Return ε of a number of rounds, approximate for comparison."""
     return pytest.approx(epsilon([ROUND] * rounds, DELTA))
 
 
@@ -68,7 +68,7 @@ def test_only_a_ledger_makes_a_release_which_cannot_be_changed_on_its_way(open_l
     [(None, {}), (replace(ROUND, sigma=0.0), {}), (ROUND, {"insecure": True})],
     ids=["no DP", "no noise", "noise that others know"],
 )
-def test_what_is_not_protected_leaves_only_if_allowed_by_name(open_ledger, mechanism, terms):
+def test_unprotected_values_are_released_only_if_allowed_by_name(open_ledger, mechanism, terms):
     for allow in ((), ("buffer",)):
         ledger = open_ledger(allow=allow, **terms)
         with pytest.raises(WsiFlError, match=r"sites/C1\.toml.*allow = \[\"model\"\]"):
@@ -77,7 +77,7 @@ def test_what_is_not_protected_leaves_only_if_allowed_by_name(open_ledger, mecha
     assert release(open_ledger(allow=("model",), **terms), 1, mechanism).round == 1
 
 
-def test_what_is_not_finite_stays(open_ledger):
+def test_values_that_are_not_finite_are_not_released(open_ledger):
     ledger, spoilt = open_ledger(), np.array([0, np.nan], np.float32)
     words = ("not finite in round 3", "lower train.lr")
     refused(lambda: release(ledger, 3, vector=spoilt), *words, error=WsiFlError)
@@ -91,7 +91,7 @@ def test_the_account_survives_reopening_and_only_grows(open_ledger):
         now = ledger.path.read_bytes()
         assert now.startswith(before)
         before = now
-    assert open_ledger().epsilon() == ledger.epsilon() == spent(3)
+    assert open_ledger().epsilon() == ledger.epsilon() == expected_epsilon(3)
     assert open_ledger("other").epsilon() is None
     line = json.loads(before.splitlines()[0])
     assert line["mechanism"] == {"sigma": 1.4, "clip": 0.7, "sample_rate": 0.1, "steps": 10}
@@ -105,9 +105,9 @@ def test_a_line_cut_short_by_a_crash_is_forgotten_and_does_not_spoil_the_next(op
     for cut in (1, 20, len(whole) - 2):
         ledger.path.write_bytes(whole + whole[:cut])
         again = open_ledger()
-        assert again.epsilon() == spent(1)
+        assert again.epsilon() == expected_epsilon(1)
         release(again, 2)
-        assert open_ledger().epsilon() == spent(2)
+        assert open_ledger().epsilon() == expected_epsilon(2)
 
 
 def test_a_line_damaged_in_the_middle_is_an_error(open_ledger):
@@ -118,12 +118,12 @@ def test_a_line_damaged_in_the_middle_is_an_error(open_ledger):
     refused(open_ledger, "line 1 is damaged", error=WsiFlError)
 
 
-def test_a_round_redone_at_once_counts_once_but_one_sent_long_ago_counts_again(open_ledger):
+def test_a_round_redone_at_once_counts_once_and_an_older_round_counts_again(open_ledger):
     ledger = open_ledger()
     record(ledger, 1, 2, 2, 2, 3)
-    assert ledger.epsilon() == spent(3)
+    assert ledger.epsilon() == expected_epsilon(3)
     record(ledger, 1)  # from the beginning, with new noise
-    assert ledger.epsilon() == spent(4)
+    assert ledger.epsilon() == expected_epsilon(4)
 
 
 def test_interleaved_runs_are_kept_apart(open_ledger):
@@ -132,14 +132,14 @@ def test_interleaved_runs_are_kept_apart(open_ledger):
         record(a, round_)
         record(b, round_)
     again = open_ledger("a")
-    assert again.epsilon() == spent(2) and again.epsilon(lifetime=True) == spent(4)
+    assert again.epsilon() == expected_epsilon(2) and again.epsilon(lifetime=True) == expected_epsilon(4)
 
 
-def test_epsilon_is_none_once_something_left_without_privacy(open_ledger):
+def test_epsilon_is_none_after_a_release_without_privacy(open_ledger):
     release(open_ledger("bare", allow=("model",)), 1, None)
     ledger = open_ledger("protected")
     release(ledger, 1)
-    assert ledger.epsilon() == spent(1) and ledger.epsilon(lifetime=True) is None
+    assert ledger.epsilon() == expected_epsilon(1) and ledger.epsilon(lifetime=True) is None
 
 
 def test_the_budget_of_a_real_site_is_for_life_and_of_a_simulated_one_for_a_run(open_ledger):
@@ -170,15 +170,15 @@ def test_two_runs_at_once_cannot_spend_the_same_budget(open_ledger):
     release(a, 1)
     with pytest.raises(BudgetSpent):
         release(b, 1)
-    assert not b.fits_budget(1, ROUND) and open_ledger("a", **terms).epsilon(lifetime=True) == spent(1)
+    assert not b.fits_budget(1, ROUND) and open_ledger("a", **terms).epsilon(lifetime=True) == expected_epsilon(1)
 
 
-def test_only_known_bytes_are_sent_again_at_no_cost_but_on_record(open_ledger):
+def test_only_recorded_bytes_are_resent_at_no_cost_and_on_record(open_ledger):
     release(open_ledger(), 4)
     assert open_ledger().last_final_round() == 0
     again = open_ledger().release_again(4, VECTOR, schema=SCHEMA, weight=0.5)
     assert again.vector.tolist() == VECTOR.tolist() and again.weight == 0.5
-    assert open_ledger().last_final_round() == 4 and open_ledger().epsilon() == spent(1)
+    assert open_ledger().last_final_round() == 4 and open_ledger().epsilon() == expected_epsilon(1)
     for run, round_, vector in (("one", 4, VECTOR + 1), ("one", 5, VECTOR), ("other", 4, VECTOR)):
         with pytest.raises(WsiFlError, match=UNKNOWN):
             open_ledger(run).release_again(round_, vector, schema=SCHEMA)
@@ -189,13 +189,13 @@ def test_summary_counts_steps(open_ledger):
     for round_ in (1, 2, 2):
         release(ledger, round_)
     summary = ledger.summary()
-    assert summary["steps"] == 20 and summary["epsilon"] == spent(2)
+    assert summary["steps"] == 20 and summary["epsilon"] == expected_epsilon(2)
     assert (summary["guarantee"], summary["max_epsilon"], summary["insecure"]) == ("nominal", 9.0, False)
     json.dumps(summary, allow_nan=False)
 
 
 @pytest.mark.parametrize("steps", [1, 20, 300])
-def test_what_was_written_costs_what_another_accountant_says(open_ledger, steps):
+def test_the_ledger_costs_what_another_accountant_computes(open_ledger, steps):
     accountants = pytest.importorskip("dp_accounting")
     done = replace(ROUND, sample_rate=0.02, steps=steps)
     for round_ in (1, 2):
@@ -207,7 +207,7 @@ def test_what_was_written_costs_what_another_accountant_says(open_ledger, steps)
     assert ledger.epsilon() == pytest.approx(float(other.get_epsilon(DELTA)), rel=1e-4)
 
 
-def test_what_a_run_includes_counts_for_it_alone(open_ledger):
+def test_included_entries_count_for_their_run_alone(open_ledger):
     release(open_ledger("oneshot"), 0, SUMS)
     both = epsilon([SUMS, ROUND], DELTA)
     mine = open_ledger(includes=["oneshot"], max_epsilon=both)
@@ -221,7 +221,7 @@ def test_what_a_run_includes_counts_for_it_alone(open_ledger):
     with pytest.raises(BudgetSpent):
         record(mine, 2)
     assert (mine.last_round(), mine.count_rounds()) == (1, 1)
-    assert open_ledger("one").epsilon() == spent(1) and open_ledger("two").epsilon() is None
+    assert open_ledger("one").epsilon() == expected_epsilon(1) and open_ledger("two").epsilon() is None
 
 
 def test_an_included_entry_is_no_round_that_was_sent_or_could_be_passed_on(open_ledger):

@@ -1,5 +1,4 @@
-"""What a loss reads out of its labels while it is computed, what it learns of weights, and what a model holds besides:
-each is seen, and each row is learned as if it were alone."""
+"""Losses that read labels or learn weights are recognized: each row is learned as if alone in its batch, or refused."""
 
 from collections import namedtuple
 from functools import partial
@@ -66,7 +65,7 @@ def of_columns(y):
 
 
 def of_classes(y):
-    """One row for each class, as some libraries have them."""
+    """Return one row for each class, the convention of some libraries."""
     classes = functional.one_hot(y, 2).T.contiguous()
 
     def loss(out):
@@ -104,13 +103,13 @@ TIED = {
 
 @pytest.mark.parametrize("name", TIED)
 @pytest.mark.parametrize("clip", CLIPS)
-def test_what_a_loss_reads_out_of_other_labels_is_refused(name, clip):
+def test_a_loss_that_reads_other_labels_is_refused(name, clip):
     with pytest.raises(UsageError, match=r"^loss cannot be used with differential privacy: [^\n]*$"):
         worst_move(mlp, TIED[name], "vectors", "row", clip)
 
 
 class Centres(nn.Module):
-    """Learns a centre for each class, which its loss draws rows to."""
+    """Learn a center for each class, to which its loss draws rows."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +225,7 @@ def learn_in_slots(net, x):
 
 
 @pytest.mark.parametrize("run", [learn_by_data, learn_by_new_data, learn_in_slots])
-def test_a_memory_that_learns_slowly_is_refused_wherever_it_lies(run):
+def test_a_slowly_updated_memory_is_refused_wherever_it_is_stored(run):
     def make():
         net = Net(run, last=nn.Linear(D, 2), slots=Slots())
         net.register_buffer("mean", torch.zeros(D))
@@ -238,7 +237,7 @@ def test_a_memory_that_learns_slowly_is_refused_wherever_it_lies(run):
 
 
 def far_apart():
-    """Rows as the places of a sequence, of which every other one is seen."""
+    """Use rows as places of a sequence, of which every other one is read."""
     return nn.Sequential(
         nn.Flatten(1),
         nn.Unflatten(0, (1, 1, -1)),
@@ -257,7 +256,7 @@ def permuted():
 
 
 @pytest.mark.parametrize("make", [far_apart, permuted])
-def test_layers_that_move_the_axis_of_rows_are_somebody_elses(make):
+def test_layers_that_move_the_axis_of_rows_are_custom(make):
     assert row_independence.model_origin(make()) == "custom"
     with pytest.raises(UsageError, match="ties the rows"):
         worst_move(make, lambda y: lambda out: functional.cross_entropy(out, y), "images", "row", 0.3)
@@ -269,7 +268,7 @@ class Pool(nn.Module):
         return z - z.mean(0) if len(z) > 4 else z
 
 
-def test_a_module_that_a_model_only_calls_is_somebody_elses():
+def test_an_unregistered_module_makes_a_model_custom():
     model = build_deepset(2, D, hidden=8, pool=Pool().__call__)
     assert row_independence.model_origin(model) == "custom"
     model = build_deepset(2, D, hidden=8)

@@ -1,5 +1,4 @@
-"""What a loss may use of a batch: labels in arrays, tables and lists, labels of other rows, the model's weights; and
-functions that a model holds. One row moves the clipped sum by at most C, or it is refused in one line."""
+"""Losses that use other rows of a batch are refused in one line, or one row moves the clipped sum by at most C."""
 
 from array import array
 from dataclasses import dataclass
@@ -191,7 +190,7 @@ TIED = {
 
 @pytest.mark.parametrize("name", TIED)
 @pytest.mark.parametrize("clip", CLIPS)
-def test_what_a_loss_computes_of_other_rows_is_refused(name, clip):
+def test_a_loss_that_uses_other_rows_is_refused(name, clip):
     with pytest.raises(UsageError, match=r"^loss cannot be used with differential privacy: [^\n]*$"):
         worst_move(mlp, TIED[name], "vectors", "row", clip)
 
@@ -256,13 +255,13 @@ def test_a_list_of_as_many_classes_as_a_batch_has_rows_is_no_rows():
 
 
 @pytest.mark.parametrize("of", [penalised, consistent])
-def test_a_loss_that_uses_the_weights_is_refused_and_not_cut_short(of):
+def test_a_loss_that_uses_the_weights_is_refused(of):
     model, loss = of(mlp)
     trainer, _ = trainer_of(model)
     refused(lambda: step(trainer, data("vectors")[0], loss), "depends on the model's weights", "weight_decay")
 
 
-def test_a_loss_that_cannot_be_computed_is_told_in_one_line():
+def test_a_loss_that_cannot_be_computed_is_reported_in_one_line():
     trainer, _ = trainer_of(mlp())
     x, y = data("vectors")
     refused(lambda: step(trainer, x, lambda out: functional.mse_loss(out, y.float())), "must match the size")
@@ -306,7 +305,7 @@ def compiled(phi: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("pool", [Pool(), Pool().__call__, remembered, compiled, partial(Pool())])
 @pytest.mark.parametrize("clip", CLIPS)
-def test_a_function_of_whatever_kind_that_a_model_holds_is_somebody_elses(pool, clip):
+def test_any_function_that_a_model_holds_makes_it_custom(pool, clip):
     make = partial(build_deepset, 2, D, hidden=8, pool=pool)
     assert row_independence.model_origin(make()) == "custom"
     with pytest.raises(UsageError, match="ties the rows"):
@@ -314,14 +313,14 @@ def test_a_function_of_whatever_kind_that_a_model_holds_is_somebody_elses(pool, 
 
 
 @pytest.mark.parametrize("attribute", ["hook", "hooks", "table"])
-def test_functions_in_lists_and_tables_of_a_model_are_somebody_elses(attribute):
+def test_functions_in_lists_and_tables_of_a_model_make_it_custom(attribute):
     model = build_deepset(2, D, hidden=8)
     assert row_independence.model_origin(model) == "built-in"
     setattr(model, attribute, {"hook": Pool(), "hooks": [centre], "table": {"a": (centre,)}}[attribute])
     assert row_independence.model_origin(model) == "custom"
 
 
-def test_a_class_of_pytorch_that_was_given_another_forward_is_somebody_elses(monkeypatch):
+def test_a_pytorch_class_with_a_replaced_forward_is_custom(monkeypatch):
     model = mlp(nn.Tanh())
     assert row_independence.model_origin(model) == "built-in"
     monkeypatch.setattr(nn.Tanh, "forward", lambda self, z: centre(z))

@@ -1,4 +1,4 @@
-"""Metrics against their definitions, spelled out slowly."""
+"""Metrics against slow implementations of their definitions."""
 
 from unittest.mock import patch
 
@@ -32,16 +32,16 @@ def predictions(draw):
     return p / p.sum(1, keepdims=True), rng.integers(0, k, n)
 
 
-def named(p):
-    """The classes of rows, one after the other: of two the second from one half on, else the first of the largest."""
+def choose_classes_slowly(p):
+    """Return the classes of rows one by one: of two the second from one half on, else the first of the largest."""
     return np.array([int(row[1] >= 0.5) if len(row) == 2 else row.tolist().index(max(row)) for row in p], int)
 
 
 @settings(deadline=None, max_examples=40)
 @given(predictions(), st.integers(1, 12))
-def test_confusion_and_calibration_against_counting(case, n_bins):
+def test_confusion_and_calibration_match_counting(case, n_bins):
     p, y = case
-    guess, k = named(p), range(p.shape[1])
+    guess, k = choose_classes_slowly(p), range(p.shape[1])
     counted = [[sum(a == t and b == g for a, b in zip(y, guess, strict=True)) for g in k] for t in k]
     assert np.array_equal(confusion_matrix(p, y), counted)
     ece = 0.0
@@ -58,7 +58,7 @@ def test_confusion_and_calibration_against_counting(case, n_bins):
 UNKNOWN = dict.fromkeys(("accuracy", "macro_accuracy", "auroc"))
 
 
-def test_what_cannot_be_computed_is_none():
+def test_undefined_metrics_are_none():
     nothing = np.empty((0, 2)), np.empty(0, np.int64)
     assert score_predictions(*nothing) == {"n": 0, **UNKNOWN} and compute_calibration(*nothing)["ece"] is None
     one_class = score_predictions(np.array([[0.2, 0.8]] * 3), np.ones(3, np.int64))
@@ -68,7 +68,7 @@ def test_what_cannot_be_computed_is_none():
 
 
 def noisy_case(*, by_patient):
-    """Predictions right in 70 %, for whole patients or for single patches; twenty patients of ten patches."""
+    """Return predictions right in 70 %, for whole patients or single patches of twenty patients with ten patches."""
     rng, y = np.random.default_rng(0), np.tile([0, 1], 100)
     right = np.repeat(rng.permutation(20) < 14, 10) if by_patient else rng.permutation(200) < 140
     score = np.where(right, y, 1 - y) * 0.6 + 0.2 + rng.uniform(-0.05, 0.05, 200)
@@ -96,10 +96,10 @@ def test_intervals_repeat_with_their_seed_and_need_two_patients():
 
 
 def slowly_scored(p, y, classes=()):
-    """Scores of rows that stand there as often as they were drawn, sorted anew; no mean over fewer classes."""
+    """Score rows repeated as in the resample and sorted anew; no mean over fewer classes."""
     if not len(y):
         return UNKNOWN
-    right, present = named(p) == y, np.unique(y)
+    right, present = choose_classes_slowly(p) == y, np.unique(y)
     if set(classes) > set(present):
         return UNKNOWN | {"accuracy": right.mean()}
     areas = []
@@ -115,7 +115,7 @@ def slowly_scored(p, y, classes=()):
 
 
 def clopper(share, n):
-    """The interval of a share by its definition: tails of a binomial, or of a beta where n · share is not whole."""
+    """Return the interval of a share by definition: tails of a binomial, or of a beta where n · share is not whole."""
     if (k := share * n) == round(k):
         return list(binomtest(round(k), n).proportion_ci(method="exact"))
     return [beta.ppf(0.025, k, n - k + 1), beta.ppf(0.975, k + 1, n - k)]
@@ -124,10 +124,10 @@ def clopper(share, n):
 @settings(deadline=None, max_examples=40)
 @given(predictions(), st.integers(1, 12), st.sampled_from([7, 10**6]))
 def test_intervals_are_those_of_sorting_every_resample(case, n_patients, at_once):
-    """However many resamples are held at a time."""
+    """The result is the same for any number of resamples in memory."""
     p, y = case
     cluster = np.random.default_rng(len(y)).integers(0, n_patients, len(y)).astype(str)
-    right = named(p) == y
+    right = choose_classes_slowly(p) == y
 
     def exact(name, value):
         n_of = {c: len(set(cluster[y == c])) for c in set(y.tolist())}
@@ -164,7 +164,7 @@ def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tent
 
 
 @pytest.mark.parametrize("right, ends", [(True, (0.025 ** (1 / 6), 1.0)), (False, (0.0, 1 - 0.025 ** (1 / 6)))])
-def test_six_patients_who_are_all_right_or_wrong_have_the_exact_interval_of_a_share(right, ends):
+def test_six_patients_all_correct_or_all_wrong_have_the_exact_binomial_interval(right, ends):
     labels = np.arange(6) % 2
     p = np.eye(2)[labels if right else 1 - labels]
     found = score_intervals(p, labels, np.array([f"p{k}" for k in range(6)]), repeats=50)
@@ -173,7 +173,7 @@ def test_six_patients_who_are_all_right_or_wrong_have_the_exact_interval_of_a_sh
 
 @pytest.mark.parametrize("n_rare", [1, 2, 3])
 @pytest.mark.parametrize("n_classes", [2, 3])
-def test_draws_without_a_class_do_not_count_as_right_about_it(n_rare, n_classes):
+def test_resamples_without_a_class_do_not_count_as_correct_for_it(n_rare, n_classes):
     labels = np.concatenate([np.arange(18) % (n_classes - 1), np.full(n_rare, n_classes - 1)])
     p = np.eye(n_classes)[np.where(labels == n_classes - 1, 0, labels)]  # the last class is always missed
     found = score_intervals(p, labels, np.arange(len(labels)).astype(str), repeats=200)["macro_accuracy"]
@@ -182,13 +182,13 @@ def test_draws_without_a_class_do_not_count_as_right_about_it(n_rare, n_classes)
     assert found[0] <= score_predictions(p, labels)["macro_accuracy"] == pytest.approx(1 - 1 / n_classes)
 
 
-def test_where_most_draws_lack_a_class_nothing_is_said_of_the_mean_over_classes():
+def test_macro_metrics_are_none_where_most_resamples_lack_a_class():
     labels, rng = np.repeat([0, 1, 2, 3], [30, 1, 1, 1]), np.random.default_rng(0)
     found = score_intervals(rng.dirichlet(np.ones(4), 33), labels, np.arange(33).astype(str), repeats=200)
     assert found["macro_accuracy"] is None and found["auroc"] is None and found["accuracy"] is not None
 
 
-def test_two_patients_of_a_class_who_are_right_leave_much_open_about_it():
+def test_two_correct_patients_of_a_class_have_a_wide_interval():
     labels = np.repeat([0, 1], [20, 2])
     found = score_intervals(np.eye(2)[labels], labels, np.arange(22).astype(str), repeats=50)
     ends = [binomtest(n, n).proportion_ci(method="exact").low for n in (20, 2)]
@@ -208,7 +208,7 @@ def test_two_patients_of_a_class_who_are_right_leave_much_open_about_it():
         [0.4999999, 0.49999995, 0.5, 0.50000001, 0.50000002, 0.7],
     ],
 )
-def test_a_point_that_was_chosen_to_part_slides_parts_them(score):
+def test_the_chosen_operating_point_separates_the_slides(score):
     score, truth = np.array(score), np.array([0, 0, 0, 1, 1, 1])
     point = find_operating_point(score, truth)
     assert ((score >= point) == truth).all()
@@ -221,8 +221,8 @@ def test_a_point_that_was_chosen_to_part_slides_parts_them(score):
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6), st.floats(-30, 30), st.floats(0.01, 8))
-def test_no_other_score_parts_slides_better_than_the_point(seed, middle, width):
-    """Of models that saturate too."""
+def test_no_other_score_separates_slides_better_than_the_operating_point(seed, middle, width):
+    """Saturated models are among the cases."""
     rng, truth = np.random.default_rng(seed), np.arange(16) % 2
     score = 1 / (1 + np.exp(-middle - width * rng.normal(truth, 1)))
     best = max(balanced_accuracy_score(truth, score >= one) for one in score)
@@ -234,7 +234,7 @@ def test_no_other_score_parts_slides_better_than_the_point(seed, middle, width):
 
 @pytest.mark.parametrize("truth", [0, 1])
 @pytest.mark.parametrize("half", [0.5, np.nextafter(0.5, 0), np.nextafter(0.5, 1)])
-def test_who_is_said_to_be_a_case_at_one_half_is_it_everywhere(truth, half):
+def test_a_probability_of_one_half_is_a_case_in_every_metric(truth, half):
     p, y = np.array([[1 - half, half]] * 3), np.full(3, truth)
     case = half >= 0.5
     assert choose_classes(p).tolist() == [case] * 3
@@ -248,5 +248,5 @@ def test_who_is_said_to_be_a_case_at_one_half_is_it_everywhere(truth, half):
     assert _decide_classes(sites, "relative")[0].tolist() == [1]
 
 
-def test_of_more_classes_the_first_of_equals_is_named():
+def test_ties_among_more_classes_go_to_the_first():
     assert choose_classes(np.array([[0.4, 0.4, 0.2], [0.2, 0.4, 0.4]])).tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""Architectures are what their papers say, and ready for per-example gradients."""
+"""Architectures match their papers and support per-example gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where mpiexec, srun and a resource manager's variables meet: ranks start here, or say at once why not."""
+"""Ranks start on this machine under mpiexec, srun and resource managers, or fail with the reason."""
 
 import os
 import stat
@@ -27,15 +27,15 @@ MANAGERS = {
 
 
 @pytest.fixture
-def alone(monkeypatch):
-    """No launcher, and nobody who asks for threads."""
+def no_launcher(monkeypatch):
+    """Remove launchers and settings of threads from the environment."""
     names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS", "SLURM_PTY_PORT")
     for name in (*names, "OMPI_COMM_WORLD_LOCAL_SIZE", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
-def within(monkeypatch, tmp_path):
+def other_machines(monkeypatch, tmp_path):
     """Put a resource manager's job on other machines into the environment."""
     hosts = tmp_path / "hosts"
     hosts.write_text(f"{ELSEWHERE}\n")
@@ -48,16 +48,16 @@ def within(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
-def test_ranks_of_this_machine_hear_nothing_of_a_managers_other_machines(within, manager, tmp_path):
-    within(manager)
+def test_the_environment_of_local_ranks_omits_other_machines_of_the_manager(other_machines, manager, tmp_path):
+    other_machines(manager)
     environment = launch.rank_environment(2)
     assert not {ELSEWHERE, str(tmp_path / "hosts")} & set(environment.values())
     assert environment["PATH"] == os.environ["PATH"]
 
 
 @pytest.mark.parametrize("manager", ["Slurm", "PBS", "Cobalt"])  # those that Open MPI follows to the last
-def test_two_ranks_start_here_within_a_job_on_other_machines(within, manager):
-    within(manager)
+def test_two_ranks_start_here_within_a_job_on_other_machines(other_machines, manager):
+    other_machines(manager)
     assert "two ranks communicate" in doctor._check_mpi()
 
 
@@ -72,7 +72,7 @@ def test_two_ranks_start_here_within_a_job_on_other_machines(within, manager):
         (f"{BOX}\n{'slot ' * 100}\n{BOX}\n", ("slot " * 40)),
     ],
 )
-def test_what_a_launcher_says_last_is_its_reason_and_no_frame(said, reason):
+def test_the_failure_reason_is_the_last_line_of_the_launcher_without_borders(said, reason):
     assert launcher_reason(said) == reason
 
 
@@ -84,7 +84,7 @@ def test_what_a_launcher_says_last_is_its_reason_and_no_frame(said, reason):
         ("""echo '{"site": "A", "pid": 1}'; exit 7""", "^a site's process died .*; continue with `again`$"),
     ],
 )
-def test_a_job_that_never_began_is_no_job_to_go_on_with(monkeypatch, tmp_path, script, said):
+def test_resuming_is_advised_only_for_a_job_that_started(monkeypatch, tmp_path, script, said):
     launcher = tmp_path / "mpiexec"
     launcher.write_text(f"#!/bin/sh\n{script}\n")
     launcher.chmod(stat.S_IRWXU)
@@ -113,13 +113,13 @@ class _NoLibrary:
         (None, WsiFlError, "no MPI in this rank"),
     ],
 )
-def test_ranks_without_their_mpi_say_so_in_a_line(monkeypatch, module, error, said):
+def test_ranks_without_their_mpi_fail_in_one_line(monkeypatch, module, error, said):
     monkeypatch.setitem(sys.modules, "mpi4py", module)
     with pytest.raises(error, match=said):
         load_mpi(4)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_launcher")
 def test_the_terminal_of_srun_is_no_rank(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     assert count_ranks() == 4
@@ -129,7 +129,7 @@ def test_the_terminal_of_srun_is_no_rank(monkeypatch):
     assert count_ranks() == 2
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_launcher")
 @pytest.mark.parametrize(
     ("asked", "ranks", "taken"),
     [
@@ -139,7 +139,7 @@ def test_the_terminal_of_srun_is_no_rank(monkeypatch):
         ({"OMP_NUM_THREADS": "9,2"}, 4, 2),
     ],
 )
-def test_a_rank_takes_its_share_of_the_cores_whatever_mkl_made_of_open_mpi(monkeypatch, asked, ranks, taken):
+def test_a_rank_takes_its_share_of_the_cores_with_open_mpi_and_mkl(monkeypatch, asked, ranks, taken):
     threads = []
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     monkeypatch.setattr("torch.set_num_threads", threads.append)
@@ -154,8 +154,8 @@ def test_a_rank_takes_its_share_of_the_cores_whatever_mkl_made_of_open_mpi(monke
     assert threads == [taken, taken]
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_process_alone_takes_as_many_threads_as_pytorch_would(monkeypatch):
+@pytest.mark.usefixtures("no_launcher")
+def test_a_single_process_takes_the_default_threads_of_pytorch(monkeypatch):
     threads = []
     monkeypatch.setattr("torch.get_num_threads", lambda: 3)
     monkeypatch.setattr("torch.set_num_threads", threads.append)

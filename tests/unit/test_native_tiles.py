@@ -1,4 +1,4 @@
-"""Native tiles: OpenSlide's pixels or OpenSlide itself, and damage that stays where it is."""
+"""Native tiles give OpenSlide's pixels or fall back to OpenSlide, and damage stays local."""
 
 import io
 import os
@@ -27,7 +27,7 @@ IMAGE = (np.stack([_X / 5, _Y / 4, (_X + _Y) / 9], -1) + _SPOTS).astype(np.uint8
 
 
 def stream_of(tile, *, apart, rgb, subsampling):
-    """(tables kept apart, a tile as JPEG): Aperio's have no markers that tell the colour."""
+    """Return (separate tables, a tile as JPEG); Aperio's tiles have no color markers."""
     buffer = io.BytesIO()
     options = {"keep_rgb": True} if rgb else {"subsampling": subsampling}
     Image.fromarray(tile).save(buffer, "JPEG", quality=80, **options)
@@ -65,13 +65,13 @@ def write_slide(path, levels=(IMAGE,), *, tile_px=64, apart=False, rgb=False, su
 
 
 def place_of(path, number):
-    """(offset, bytes) of a tile of level 0."""
+    """Return (offset, bytes) of a tile of level 0."""
     with tifffile.TiffFile(path) as tif:
         return tif.pages[0].dataoffsets[number], tif.pages[0].databytecounts[number]
 
 
 def damage(path, number, how, monkeypatch):
-    """Spoils one tile of level 0 in one of the ways that slides are spoilt, or lets the disk not give it."""
+    """Spoil one tile of level 0 in a way seen in real slides, or fail its read from disk."""
     (start, n), original = place_of(path, number), os.pread
 
     def pread(file, length, offset):
@@ -98,14 +98,14 @@ def read_all(path, corners, spec, **how):
 
 
 def assert_openslides(path, corners, pixels, mpp=MPP):
-    """The patches are those that OpenSlide gives."""
+    """Check that the patches equal OpenSlide's."""
     with Slide(path, reader="openslide") as judge:
         for (x, y), patch in zip(corners.tolist(), pixels, strict=True):
             assert np.array_equal(patch, judge.read((x, y), len(patch), mpp)), (x, y)
 
 
 def differences(path, n=40, seed=0, **given):
-    """The largest and the largest mean difference of native patches and OpenSlide's over random patches."""
+    """Return the largest and the largest mean difference of native patches and OpenSlide's over random patches."""
     rng = np.random.default_rng(seed)
     apart, mean = 0, 0.0
     with Slide(path, reader="native", **given) as mine, Slide(path, reader="openslide", **given) as theirs:
@@ -138,7 +138,7 @@ def differences(path, n=40, seed=0, **given):
     ],
     ids=lambda kind: " ".join(f"{k}={str(v)[:6]}" for k, v in kind.items()) or "plain",
 )
-def test_pixels_are_openslides_whatever_the_tiles_and_their_colours(tmp_path, kind):
+def test_pixels_are_those_of_openslide_for_any_tiles_and_colors(tmp_path, kind):
     apart, mean = differences(write_slide(tmp_path / "s.tif", halves(IMAGE, 3), **kind))
     assert apart <= 2 and mean < 0.1
 
@@ -234,7 +234,7 @@ def test_tiles_are_decoded_once_however_patches_straddle(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(("stride", "reach"), [(100, 1), (60, 40), (60, 10_000), (7, 3), (131, 2)])
-def test_patches_in_any_order_are_right_and_bound_what_is_made_ahead(tmp_path, monkeypatch, stride, reach):
+def test_patches_are_correct_in_any_order_and_prefetching_is_bounded(tmp_path, monkeypatch, stride, reach):
     path = write_slide(tmp_path / "s.tif", tile_px=48)
     corners = grid(stride, -30)[:400]
     corners = np.random.default_rng(stride).permutation(np.concatenate([corners, corners[:9]]))
@@ -282,6 +282,6 @@ def test_patches_over_a_tile_that_the_file_leaves_out_are_openslides(tmp_path, m
 
 @pytest.mark.skipif(not ODD.exists(), reason="the material beside the project is not there")
 @pytest.mark.parametrize("name", ["boxes.tiff", "boxes_0.dcm", "unreadable.svs"])
-def test_what_cannot_be_read_natively_says_so_where_native_is_demanded(name):
+def test_a_slide_without_native_tiles_is_refused_where_native_is_required(name):
     with pytest.raises(WsiFlError, match=r"reader = native cannot read level 0: [^\n]+; use auto or"):
         Slide(ODD / f"openslide-python_{name}", reader="native")

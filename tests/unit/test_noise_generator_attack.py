@@ -1,4 +1,4 @@
-"""Noise whose bits are linear in a generator's state is solved for from one release; a cipher's is not."""
+"""Noise with bits linear in a generator's state is solved for from one release; a cipher's noise is not."""
 
 import sys
 from pathlib import Path
@@ -21,19 +21,19 @@ SIGMA, CLIP, BATCH_SIZE, LR, ADAM_EPS = 3.7, 0.01, 150, 1e-3, 1e-8
 
 
 @pytest.fixture
-def small():
-    """A Mersenne Twister like PyTorch's, of 521 bits, whose period is 2⁵²¹ − 1."""
+def small_twister():
+    """Return a Mersenne Twister like PyTorch's, of 521 bits and period 2⁵²¹ − 1."""
     return Twister(n=17, m=8, r=23, a=0xC14C343C)
 
 
 def outputs(twister, n):
-    """The first n outputs from one state: another would now and then let a certain sign be wrong."""
+    """Return the first n outputs from one fixed state: some other states make a certain sign wrong."""
     first = np.random.default_rng(0).integers(1 << 32, size=twister.n, dtype=np.uint32)
     return tempered(twister.words(first, twister.n + n)[twister.n :])
 
 
-def released(noise, sizes):
-    """What a peer knows after one step of Adam on gradients under this noise, float64[d] in units of σC."""
+def release_step(noise, sizes):
+    """Return a peer's view of one step of Adam on gradients under this noise, float64[d] in units of σC."""
     rng = np.random.default_rng(0)
     true = rng.standard_normal(len(noise))
     true *= 0.1 * BATCH_SIZE * CLIP / np.linalg.norm(true)  # gradients agree in part
@@ -46,27 +46,29 @@ def released(noise, sizes):
     return Release(start, after, sizes, LR, ADAM_EPS, SIGMA, CLIP, BATCH_SIZE, true_sum=true)
 
 
-def found_nothing(told, unknowns):
-    """Whether the equations have full rank, and half of the others contradict them, give or take five deviations."""
+def has_found_nothing(told, unknowns):
+    """Return whether the equations have full rank, and half of the others contradict them, within five deviations."""
     spare = told["beyond_the_rank"]
     assert told["rank"] == unknowns and spare > 400
     assert abs(told["contradictions"] - spare / 2) < 5 * spare**0.5 / 2
     return not told["found"] and "cosine" not in told and told["cosine_with_noise"] < 0.1
 
 
-def found_all(told):
+def has_found_all(told):
     assert told["beyond_the_rank"] > 400 and told["contradictions"] == 0
     assert told["cosine_with_noise"] < 0.1 and told["correlation"] > 0.999
     return told["found"] and told["cosine"] > 0.999
 
 
-def test_the_noise_of_a_linear_generator_is_taken_off_a_release_and_that_of_a_cipher_stays_on(small):
-    told = attack(released(noise_of(outputs(small, words_of(SIZES)), SIZES), SIZES), small)
-    assert told["rank"] == small.n_bits == 521 and found_all(told)
-    assert found_nothing(attack(released(CipherStream.from_entropy().normal(sum(SIZES)), SIZES), small), 521)
+def test_the_noise_of_a_linear_generator_is_removed_from_a_release_and_that_of_a_cipher_is_not(small_twister):
+    told = attack(release_step(noise_of(outputs(small_twister, words_of(SIZES)), SIZES), SIZES), small_twister)
+    assert told["rank"] == small_twister.n_bits == 521 and has_found_all(told)
+    assert has_found_nothing(
+        attack(release_step(CipherStream.from_entropy().normal(sum(SIZES)), SIZES), small_twister), 521
+    )
 
 
-def test_the_noise_written_down_in_the_attack_was_pytorchs():
+def test_the_noise_of_the_attack_is_that_of_pytorch():
     """Sizes with even and uneven ends, of several chunks, and too small to be filled in blocks."""
     sizes = (2, 100_000, 10, 200, 49_153, 37, 7)
     seeded = np.random.RandomState(5).get_state()[1].astype(np.uint32)  # as PyTorch takes 32 bits of a seed
@@ -88,13 +90,13 @@ FULL = (200 * 12_288, 200, 200 * 200, 200, 400, 2)
 
 @pytest.mark.slow
 def test_the_whole_state_of_pytorchs_generator_follows_from_a_release():
-    told = attack(released(noise_of(outputs(MT19937, words_of(FULL)), FULL), FULL))
-    assert told["rank"] == 19_937 and found_all(told)
+    told = attack(release_step(noise_of(outputs(MT19937, words_of(FULL)), FULL), FULL))
+    assert told["rank"] == 19_937 and has_found_all(told)
 
 
 @pytest.mark.slow
-def test_nothing_follows_from_a_step_of_ours():
-    """The step and its noise are wsi-fl's own, on a batch of nobody."""
+def test_the_attack_finds_no_state_from_a_step_of_wsi_fl():
+    """The step, on an empty batch, and its noise are wsi-fl's."""
     model = create_model("mlp", n_classes=2, shape=Images(3, 64), seed=0)
     vector = torch.nn.utils.parameters_to_vector
     before = vector(model.parameters()).detach().numpy().copy()
@@ -104,4 +106,4 @@ def test_nothing_follows_from_a_step_of_ours():
     after = vector(model.parameters()).detach().numpy()
     true = np.random.default_rng(0).standard_normal(len(after))
     release = Release(before, after, FULL, LR, ADAM_EPS, SIGMA, CLIP, BATCH_SIZE, true_sum=true)
-    assert found_nothing(attack(release), 19_937)
+    assert has_found_nothing(attack(release), 19_937)

@@ -52,12 +52,12 @@ def learner(seed=0, *, dp=None, kind="mlp", size=8):
     return Learner(model, lr=0.01, weight_decay=0.0, device=CPU, dp=dp)
 
 
-def one_batch(b=6):
+def make_batch(b=6):
     return next(load_batches(examples_of(pixels_of(b)), iter([np.arange(b)]), augment=None, device=CPU))
 
 
 @given(st.integers(0, 999), st.integers(1000, 1999))
-def test_divergence_is_torchs_with_the_student_as_the_target(a, b):
+def test_divergence_is_that_of_torch_with_the_student_as_the_target(a, b):
     """torch.kl_div(input, target) is KL[target ‖ input]: the student is the distribution that is averaged over."""
     f, h = logits(a), logits(b)
     oracle = functional.kl_div(h.log_softmax(1), f.log_softmax(1), log_target=True, reduction="batchmean")
@@ -65,7 +65,7 @@ def test_divergence_is_torchs_with_the_student_as_the_target(a, b):
 
 
 @given(st.floats(0.01, 1))
-def test_mutual_is_the_weighted_sum_a_mean_over_examples_and_teaches_the_student_alone(weight):
+def test_the_mutual_loss_is_a_weighted_mean_over_examples_and_trains_the_student_alone(weight):
     f, h, y = logits(0).requires_grad_(), logits(1).requires_grad_(), torch.tensor([0, 1, 2, 3, 0])
     loss = mutual_loss(f, y, h, weight)
     wanted = (1 - weight) * functional.cross_entropy(f, y) + weight * kl_divergence(f, h)
@@ -76,19 +76,19 @@ def test_mutual_is_the_weighted_sum_a_mean_over_examples_and_teaches_the_student
     assert h.grad is None and f.grad.abs().sum() > 0
 
 
-def test_weight_zero_asks_no_teacher(monkeypatch):
+def test_a_zero_weight_computes_no_teacher(monkeypatch):
     private, proxy, plain = learner(), learner(1), learner()
     monkeypatch.setattr(proxy, "predict_logits", lambda _: pytest.fail("a teacher was asked"))
     step, learners = METHODS["proxyfl"].step, {"private": private, "proxy": proxy}
-    step(learners, one_batch(), Weights(alpha=0.0, beta=0.3), CipherStream.from_entropy())
-    take_supervised_step(plain, one_batch(), CipherStream.from_entropy())
+    step(learners, make_batch(), Weights(alpha=0.0, beta=0.3), CipherStream.from_entropy())
+    take_supervised_step(plain, make_batch(), CipherStream.from_entropy())
     assert private.parameter_vector().tobytes() == plain.parameter_vector().tobytes()
     with pytest.raises(pytest.fail.Exception, match="was asked"):
-        step(learners, one_batch(), Weights(alpha=0.1, beta=0.3), CipherStream.from_entropy())
+        step(learners, make_batch(), Weights(alpha=0.1, beta=0.3), CipherStream.from_entropy())
 
 
 @pytest.mark.parametrize(("beta", "independent"), [(0.0, True), (0.3, False)])
-def test_the_proxy_of_strict_mode_is_the_same_whatever_the_private_model_knows(beta, independent):
+def test_the_proxy_of_strict_mode_is_independent_of_the_private_model(beta, independent):
     proxies = []
     for private_seed in (1, 2):
         learners = {
@@ -107,7 +107,7 @@ def test_the_proxy_steps_first_and_the_private_model_learns_from_the_moved_proxy
     """Algorithm 1, lines 3–4."""
     learners = {"private": learner(1), "proxy": learner(2)}
     by_hand = {"private": learner(1), "proxy": learner(2)}
-    batch, noise = one_batch(), CipherStream.from_entropy()
+    batch, noise = make_batch(), CipherStream.from_entropy()
     METHODS["proxyfl"].step(learners, batch, Weights(0.3, 0.4), noise)
     x, y = batch
     for student, teacher, weight in (("proxy", "private", 0.4), ("private", "proxy", 0.3)):
@@ -134,7 +134,7 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(dp):
     def steps(mine, n, seed):
         noise = CipherStream.from_seed(seed)
         for _ in range(n):
-            take_supervised_step(mine, one_batch(), noise)
+            take_supervised_step(mine, make_batch(), noise)
 
     straight, first, second = learner(dp=dp), learner(dp=dp), learner(3, dp=dp)
     steps(straight, 2, 0)
@@ -145,9 +145,9 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(dp):
     assert second.parameter_vector().tobytes() == straight.parameter_vector().tobytes()
 
 
-def test_a_vector_travels_there_and_back_and_leaves_the_optimizer_alone():
+def test_a_parameter_vector_round_trips_and_leaves_the_optimizer_unchanged():
     mine, other = learner(0), learner(1)
-    take_supervised_step(mine, one_batch(), CipherStream.from_entropy())
+    take_supervised_step(mine, make_batch(), CipherStream.from_entropy())
     state = {k: v for k, v in mine.state_tensors().items() if k.startswith("optimizer/")}
     mine.load_vector(other.parameter_vector())
     assert (
@@ -187,7 +187,7 @@ def test_poisson_epochs_have_the_planned_steps_and_rate():
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])
-def test_resized_is_the_mean_over_areas(factor):
+def test_resizing_takes_the_mean_over_areas(factor):
     pixels = pixels_of(5, 16)
     small = resize_images(examples_of(pixels), 16 // factor).read(np.array([3, 0]))
     wanted = pixels[[3, 0]].reshape(2, 16 // factor, factor, 16 // factor, factor, 3).mean((2, 4))
@@ -196,7 +196,7 @@ def test_resized_is_the_mean_over_areas(factor):
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any), st.integers(0, 99))
-def test_joined_reads_like_the_concatenation(sizes, seed):
+def test_concatenated_examples_read_like_the_concatenated_arrays(sizes, seed):
     parts = [pixels_of(n, 4, seed=k) for k, n in enumerate(sizes)]
     both = concatenate_examples([examples_of(p, seed=k) for k, p in enumerate(parts)])
     everything = np.concatenate(parts)
@@ -218,7 +218,7 @@ def test_batches_are_normalised_by_constants_and_may_be_empty():
 
 
 @pytest.mark.parametrize(("name", "digest"), [("flips", "6076fa1b9586a66c"), ("stain", "62fd27f84b40c266")])
-def test_an_augmentation_is_what_it_was(name, digest):
+def test_an_augmentation_reproduces_recorded_values(name, digest):
     """Number for number what MONAI's flips, scaling and shifts made of these draws; old plans rest on it."""
     augment = build_augmentation(name, CipherStream.from_seed(3))
     out = torch.stack([augment(image.clone()) for image in build_tensor(pixels_of(60, 8))])
@@ -240,8 +240,8 @@ def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
     assert float((offset.std(1) > 0.01).float().mean()) > 0.6  # channels move apart
 
 
-def holding(model, most):
-    """Let the model run out of memory for more rows than that, and note how many it was shown."""
+def limit_memory(model, most):
+    """Limit the rows that fit the model's memory; return the list of batch sizes."""
     shown = []
 
     def refuse(_, inputs):
@@ -262,8 +262,8 @@ WAYS = {
 }
 
 
-def alike(whole, parts, batch, answers):
-    """A step of both has the same loss, and both then answer alike."""
+def assert_same_step(whole, parts, batch, answers):
+    """Check that a step of both has the same loss and leaves the same predictions."""
     losses = [take_mutual_step(one, answers, 0.4, batch, CipherStream.from_entropy()) for one in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     said = [predict_examples(one.predict_logits, examples_of(pixels_of(5, 16)), CPU) for one in (whole, parts)]
@@ -271,21 +271,21 @@ def alike(whole, parts, batch, answers):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_that_memory_does_not_hold_is_taken_in_parts(way, monkeypatch):
+def test_a_step_that_exceeds_memory_is_computed_in_parts(way, monkeypatch):
     monkeypatch.setattr(row_independence, "_is_changed", lambda part: False)  # this hook only looks
     whole, parts = (learner(dp=WAYS[way], kind="gn_cnn_small", size=16) for _ in range(2))
-    x, (_, y) = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)), one_batch()
+    x, (_, y) = torch.rand(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)), make_batch()
     batch = (x, y, torch.tensor([0, 0, 0, 1, 1, 1])) if way == "patients" else (x, y)
-    shown = holding(parts.model, 2)
+    shown = limit_memory(parts.model, 2)
     for _ in range(2):
-        alike(whole, parts, batch, logits(1, b=6, k=2))
+        assert_same_step(whole, parts, batch, logits(1, b=6, k=2))
     assert {6, 3} & set(shown) and max(shown[-3:]) <= 2  # the second step knows what fits
     for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)  # a step is 0.01
 
 
 @pytest.mark.parametrize("dp", [None, replace(PRIVATE, batch_size=5)], ids=["plain", "dp"])
-def test_on_a_cpu_few_images_at_once_go_through_a_model_and_change_nothing(dp, monkeypatch):
+def test_small_batches_on_a_cpu_give_the_same_step(dp, monkeypatch):
     monkeypatch.setattr(row_independence, "_is_changed", lambda part: False)  # this hook only looks
     whole, parts = (learner(dp=dp, kind="gn_cnn_small", size=16) for _ in range(2))
     x, y = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 1])
@@ -293,7 +293,7 @@ def test_on_a_cpu_few_images_at_once_go_through_a_model_and_change_nothing(dp, m
     loss = take_mutual_step(whole, answers, 0.4, (x, y), CipherStream.from_entropy())
     said = predict_examples(whole.predict_logits, examples_of(pixels_of(5, 16)), CPU)
     monkeypatch.setattr(direct_io, "_PIXELS_AT_ONCE", 2 * 16 * 16)
-    shown = holding(parts.model, 5)
+    shown = limit_memory(parts.model, 5)
     assert take_mutual_step(parts, answers, 0.4, (x, y), CipherStream.from_entropy()) == pytest.approx(loss, rel=1e-5)
     found = predict_examples(parts.predict_logits, examples_of(pixels_of(5, 16)), CPU)
     np.testing.assert_allclose(found, said, atol=1e-4)
@@ -303,14 +303,14 @@ def test_on_a_cpu_few_images_at_once_go_through_a_model_and_change_nothing(dp, m
     )
 
 
-def test_memory_that_does_not_hold_one_example_is_told_in_one_line():
+def test_an_example_that_exceeds_memory_is_refused_in_one_line():
     one = learner()
-    holding(one.model, 0)
+    limit_memory(one.model, 0)
     words = "the GPU's memory does not hold one example; lower train.input_px"
-    refused(lambda: take_supervised_step(one, one_batch(), CipherStream.from_entropy()), words, error=WsiFlError)
+    refused(lambda: take_supervised_step(one, make_batch(), CipherStream.from_entropy()), words, error=WsiFlError)
 
 
-def test_a_model_may_learn_in_bfloat16_and_answers_in_float32():
+def test_a_model_may_train_in_bfloat16_and_predicts_in_float32():
     model = create_model("lenet5", n_classes=3, shape=Images(1, 28), seed=0)
     one = Learner(model, lr=1e-3, weight_decay=0.0, device=CPU, dp=None, bfloat16=True)
     x, y = torch.randn(5, 1, 28, 28), torch.arange(5) % 3

@@ -1,4 +1,4 @@
-"""OME-Zarr: which picture is the slide, what versions say of their axes, and what is refused by its name."""
+"""The slide of an OME-Zarr is found in all supported versions, and others are refused by name."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_a_zarr_by_bioformats2raw_is_read_and_scales_multiply(picture, tmp_path)
 
 
 def outer_zarr(folder, version, images, series=None):
-    """A Zarr as bioformats2raw lays it: `images` by their groups, and what its OME group lists."""
+    """Write a Zarr in the layout of bioformats2raw: `images` by their groups, and the list of its OME group."""
     zarr = pytest.importorskip("zarr")
     path = folder / "outer.zarr"
     group = zarr.open_group(str(path), mode="w", zarr_format=2 if version == "0.4" else 3)
@@ -53,7 +53,7 @@ def outer_zarr(folder, version, images, series=None):
 
 
 def rewrite(path, change):
-    """The Zarr with its NGFF changed by a function of it."""
+    """Replace the NGFF metadata of a Zarr by a function of it."""
     for file in (path / "zarr.json", path / ".zattrs"):
         if file.exists():
             said = json.loads(file.read_text())
@@ -63,7 +63,7 @@ def rewrite(path, change):
 
 
 def as_0_6(output, *, sequence):
-    """What makes 0.6 of 0.5: axes lie in systems, and a dataset has one transformation into such a system."""
+    """Return the 0.6 form of 0.5 metadata: axes in systems, and one transformation of a dataset into such a system."""
 
     def change(said):
         multiscale = said["multiscales"][0]
@@ -105,7 +105,7 @@ def test_older_ngff_is_refused_by_its_version(picture, tmp_path, version):
     refused(lambda: Slide(path), f"a.zarr: this is OME-Zarr {version};", "0.4 to 0.6 are read")
 
 
-def test_a_zarr_array_alone_and_levels_that_are_not_there_are_told(picture, tmp_path):
+def test_a_bare_zarr_array_and_missing_levels_are_reported(picture, tmp_path):
     path = ome_zarr("0.5")(tmp_path, picture)
     refused(lambda: Slide(path / "0"), "0: a Zarr array alone; OME-Zarr 0.4 to 0.6 are read")
     gone = rewrite(path, lambda said: said["multiscales"][0]["datasets"][2].update(path="7"))
@@ -120,7 +120,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("how", SILENT)
-def test_a_zarr_may_say_nothing_where_it_could_say_something(picture, tmp_path, how):
+def test_optional_metadata_of_a_zarr_may_be_empty(picture, tmp_path, how):
     path = ome_zarr("0.5", **SILENT[how])(tmp_path, picture)
     with Slide(rewrite(path, lambda said: said["multiscales"][0].update(coordinateTransformations=None))) as slide:
         assert slide.mpp == MPP
@@ -182,7 +182,7 @@ def test_labels_levels_in_any_order_and_pictures_that_are_not_listed_do_not_matt
 
 
 @pytest.mark.parametrize("version", ["0.4", "0.5"])
-def test_two_zarrs_that_say_the_same_of_themselves_are_two_slides(picture, tmp_path, version):
+def test_two_zarrs_with_equal_metadata_are_two_slides(picture, tmp_path, version):
     hashes = []
     for name, pixels in (("a", picture), ("b", picture), ("c", picture[::-1].copy())):
         (tmp_path / name).mkdir()

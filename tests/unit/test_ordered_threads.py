@@ -1,4 +1,4 @@
-"""Work in threads, in order."""
+"""Work in threads returns its results in order."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from wsi_fl.types import WsiFlError
 
 
 @pytest.mark.parametrize(("threads", "ahead"), [(1, 1), (2, 3), (5, 1), (5, 100)])
-def test_numbers_come_in_order_and_only_so_far_ahead(threads, ahead):
+def test_results_come_in_order_and_prefetching_is_bounded(threads, ahead):
     begun, ended = [], set()
 
     def task(k):
@@ -51,7 +51,7 @@ def test_leaving_early_ends_the_threads_before_going_on():
     assert threading.active_count() == before and len(begun) <= 51
 
 
-def test_what_is_made_ahead_comes_in_order_raises_and_stops():
+def test_prefetched_items_come_in_order_raise_errors_and_stop():
     closed = []
 
     def endless():

@@ -1,4 +1,4 @@
-"""The lattice of patches, and which of them are kept with which label."""
+"""Patches lie on a grid, and overlap with outlines decides their labels."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ specs = st.builds(
 slide_mpps = st.sampled_from([0.2274, 0.25, 0.499, 0.5, 0.972])
 
 
-def walked(extent, size, step):
+def walk_axis(extent, size, step):
     """The axis walked patch by patch until the edge is reached."""
     starts = [0]
     while (len(starts) - 1) * step + size < extent - 1e-6:
@@ -31,7 +31,7 @@ def walked(extent, size, step):
 @given(width=sizes, height=sizes, spec=specs, slide_mpp=slide_mpps)
 def test_positions_are_those_of_a_walk_in_row_major_order(width, height, spec, slide_mpp):
     size, step = (n * spec.mpp / slide_mpp for n in (spec.size_px, spec.stride_px))
-    expected = [(x, y) for y in walked(height, size, step) for x in walked(width, size, step)]
+    expected = [(x, y) for y in walk_axis(height, size, step) for x in walk_axis(width, size, step)]
     got = grid_positions((width, height), spec, slide_mpp)
     assert got.dtype == np.int64 and got.tolist() == [list(p) for p in expected]
 

@@ -1,4 +1,4 @@
-"""Patch stores: what goes in comes out, and nothing else ever does."""
+"""Patch stores return exactly the written patches, and damaged stores are refused."""
 
 import resource
 import shutil
@@ -63,7 +63,7 @@ def add_shard(folder: Path, slide: str, n: int, seed: int = 0, *, streams: bool 
 
 
 def make_store(folder: Path, counts: dict[str, int], *, streams: bool = False) -> tuple[Path, np.ndarray]:
-    """A store, of JPEG streams or not, and the pixels of all its rows."""
+    """Write a store, of JPEG streams or not, and return the pixels of all its rows."""
     shards = [add_shard(folder, slide, n, seed, streams=streams) for seed, (slide, n) in enumerate(counts.items())]
     path = folder / "patches.h5"
     write_columns(path, META, shards)
@@ -80,7 +80,7 @@ def read(path: Path, rows, *how) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def odd_names(tmp_path_factory):
-    """A linked and a packed store of slides with odd names, and their pixels."""
+    """Return a linked and a packed store of slides with odd names, and their pixels."""
     folder = tmp_path_factory.mktemp("odd")
     path, pixels = make_store(folder, {name: k + 1 for k, name in enumerate(NAMES)})
     pack_store(path, folder / "elsewhere" / "packed.h5")
@@ -103,7 +103,7 @@ def test_linked_and_packed_stores_give_back_what_was_written(odd_names):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.integers(0, 20), max_size=30), packed=st.booleans())
-def test_rows_come_in_the_order_asked_for_with_repeats(odd_names, rows, packed):
+def test_rows_come_in_the_requested_order_with_repeats(odd_names, rows, packed):
     found = read(odd_names[int(packed)], rows)
     assert found.dtype == np.uint8 and found.shape == (len(rows), 8, 8, 3)
     np.testing.assert_array_equal(found, odd_names[2][rows])
@@ -145,7 +145,7 @@ def test_shard_written_after_its_columns_is_refused(tmp_path, change):
     refused(lambda: read(path, [0]), "slide a", "other patches", "wsi-fl tile")
 
 
-def test_what_is_no_store_of_this_version_is_refused_in_one_line(tmp_path):
+def test_a_file_that_is_no_store_of_this_version_is_refused_in_one_line(tmp_path):
     refused(lambda: PatchStore(tmp_path / "patches.h5"), str(tmp_path), "wsi-fl tile")
     path, _ = make_store(tmp_path, {"a": 2})
     for name, value, words in (
@@ -176,17 +176,17 @@ def test_a_hundred_slides_are_read_where_the_system_allows_64_open_files(tmp_pat
     np.testing.assert_array_equal(found, pixels[rows])
 
 
-def interrupted():
+def interrupt_writing():
     yield pixels_of(2)
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("had_one", [False, True])
-def test_interrupted_write_leaves_what_was_there(tmp_path, had_one):
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, had_one):
     shard = add_shard(tmp_path, "a", 3) if had_one else tmp_path / "slides" / "a.h5"
     before = shard.read_bytes() if had_one else None
     with pytest.raises(KeyboardInterrupt):
-        write_shard(shard, SHARD, table_of("a", 5), interrupted())
+        write_shard(shard, SHARD, table_of("a", 5), interrupt_writing())
     assert [p.name for p in shard.parent.iterdir()] == (["a.h5"] if had_one else [])
     assert not had_one or shard.read_bytes() == before
 
@@ -287,7 +287,7 @@ def test_a_damaged_stream_raises_and_names_its_row(tmp_path, damage):
 
 
 @pytest.mark.parametrize("kind", ["raw", "native", "none"])
-def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
+def test_unread_rows_are_omitted_and_recorded(tmp_path, kind):
     table, unread = table_of("a", 5), {1: "cut short", 3: "garbled ü"}
     kept, meta, shard = np.array([0, 2, 4]), replace(SHARD, content=kind), tmp_path / "slides" / "a.h5"
     if kind == "raw":
@@ -330,7 +330,7 @@ def test_a_store_of_version_1_opens(tmp_path, packed):
 
 
 def test_shards_that_changed_places_are_refused_though_their_columns_are_equal(tmp_path):
-    """By what trains and by what checks; images have such columns, and grids may have."""
+    """Training and checks both refuse them; images have such columns, and grids may have."""
     shards, table = [], table_of("a", 4)
     for k, (slide, split) in enumerate((("a", "train"), ("b", "test"))):
         mine = replace(table, slide=np.full(4, slide), patient=np.full(4, slide), split=np.full(4, split))

@@ -1,4 +1,4 @@
-"""Peers are not trusted: what one of them sends is valid, or ends in one line, whatever it is."""
+"""Messages of untrusted peers are valid or refused in one line."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from wsi_fl.types import NoCommonPlan, ReportableError, UsageError
 BROUGHT = fuzz_peers.example_of(PreflightDocument) | fuzz_peers.SAMPLES["PreflightDocument"]
 
 
-def test_nothing_that_a_peer_may_send_is_more_than_refused():
+def test_any_message_of_a_peer_is_valid_or_refused():
     seen = fuzz_peers.fuzz(seed=1, cases=1200)
     for target in fuzz_peers.TARGETS:
         assert seen[f"{target.__name__} valid"] > 40, seen
@@ -33,7 +33,7 @@ def test_nothing_that_a_peer_may_send_is_more_than_refused():
 
 
 @pytest.mark.slow
-def test_nothing_that_a_peer_may_send_in_many_cases_is_more_than_refused():
+def test_any_message_of_a_peer_is_valid_or_refused_in_many_cases():
     """Set WSI_FL_FUZZ_SECONDS and WSI_FL_FUZZ_SEED for more, or for the same once more."""
     seed = int(os.environ.get("WSI_FL_FUZZ_SEED", str(int(time.time()))))
     print(f"seed {seed}")
@@ -41,7 +41,7 @@ def test_nothing_that_a_peer_may_send_in_many_cases_is_more_than_refused():
 
 
 def test_every_kind_of_document_that_sites_gather_is_fuzzed():
-    """A module that calls `gather` with a kind of its own belongs to those that are looked through."""
+    """A module that calls `gather` with a kind of its own must be among the fuzzed ones."""
     root = Path(fuzz_peers.importlib.import_module("wsi_fl").__file__).parent
     callers = {
         path for path in root.rglob("*.py") if ".gather([" in path.read_text() or ".gather(mine" in path.read_text()
@@ -51,8 +51,8 @@ def test_every_kind_of_document_that_sites_gather_is_fuzzed():
     assert names - {"federation.loop", "stages.runtime.rank_job"} <= {*fuzz_peers.MODULES, *fuzz_peers.SLOW_MODULES}
 
 
-def kept(values, rest=b""):
-    """What a site may tell of its standing, with these values."""
+def membership_report(values, rest=b""):
+    """Return a site's membership report with these values."""
     return b'{"kept": [%s], "returning": true%s}' % (values, rest)
 
 
@@ -61,19 +61,19 @@ def kept(values, rest=b""):
     [
         (b"[" * 100_000, "recursion limit exceeded"),
         (b'{"kept":' * 100_000, "recursion limit exceeded"),
-        (kept(b"[" * 150 + b"]" * 150), "kept.0: Input should be a valid integer"),
-        (kept(b"NaN"), "kept.0: Input should be a valid integer"),
-        (kept(b"Infinity"), "kept.0"),
-        (kept(b"1e999"), "kept.0"),
-        (kept(b"9" * 10_000), "number out of range"),
-        (kept(b"2147483648"), "less than or equal to 2147483647"),
-        (kept(b"true"), "kept.0: Input should be a valid integer"),
+        (membership_report(b"[" * 150 + b"]" * 150), "kept.0: Input should be a valid integer"),
+        (membership_report(b"NaN"), "kept.0: Input should be a valid integer"),
+        (membership_report(b"Infinity"), "kept.0"),
+        (membership_report(b"1e999"), "kept.0"),
+        (membership_report(b"9" * 10_000), "number out of range"),
+        (membership_report(b"2147483648"), "less than or equal to 2147483647"),
+        (membership_report(b"true"), "kept.0: Input should be a valid integer"),
         (b'{"kept": [], "returning": 0}', "returning: Input should be a valid boolean"),
-        (kept(b",".join([b"1"] * 1001)), "kept: List should have at most 1000 items"),
-        (kept(b"", b', "a\\nb\\u001b": 1'), "a?b?: Extra inputs are not permitted"),
-        (kept(b"", b', "%s": 1' % (b"x" * 100_000)), "xxx: Extra inputs are not permitted"),
-        (kept(b"", b', "\xff": 1'), "invalid unicode"),
-        (kept(b"").decode().encode("utf-16"), "Invalid JSON"),
+        (membership_report(b",".join([b"1"] * 1001)), "kept: List should have at most 1000 items"),
+        (membership_report(b"", b', "a\\nb\\u001b": 1'), "a?b?: Extra inputs are not permitted"),
+        (membership_report(b"", b', "%s": 1' % (b"x" * 100_000)), "xxx: Extra inputs are not permitted"),
+        (membership_report(b"", b', "\xff": 1'), "invalid unicode"),
+        (membership_report(b"").decode().encode("utf-16"), "Invalid JSON"),
         (b"", "Invalid JSON: EOF"),
         (b"null", "Input should be an object"),
         (b"[]" * 9, "trailing characters"),
@@ -82,7 +82,7 @@ def kept(values, rest=b""):
     ],
     ids=range(20),
 )
-def test_a_text_that_is_not_what_was_agreed_on_is_refused_in_one_line(text, words):
+def test_a_text_outside_the_schema_is_refused_in_one_line(text, words):
     with pytest.raises(ProtocolError) as caught:
         decode_document(text, ResumeState, "C2")
     message = str(caught.value)
@@ -109,13 +109,13 @@ def test_an_announced_length_is_refused_before_memory_is_taken(n_bytes):
         ({"mpp": None}, "mpp: Input should be a valid number"),
     ],
 )
-def test_what_a_site_brings_has_names_and_numbers_within_bounds(change, words):
+def test_names_and_numbers_of_a_site_have_bounds(change, words):
     text = json.dumps(BROUGHT | change).encode()
     told = ("site C2 told what was not agreed on", words)
     refused(lambda: decode_document(text, PreflightDocument, "C2"), *told, error=ProtocolError)
 
 
-def test_a_row_may_leave_out_what_a_real_site_keeps_to_itself():
+def test_a_summary_row_may_omit_undisclosed_values():
     row = fuzz_peers.example_of(SummaryRow)
     assert row["trained_seconds"] is None and row["communication_seconds"] is None
     assert decode_document(json.dumps(row).encode(), SummaryRow, "C1") == row
@@ -141,7 +141,7 @@ def test_settings_are_compared_one_by_one_and_named(change, words):
     refused(lambda: compare_sites(three), f"sites disagree: C3 has {words}", error=NoCommonPlan)
 
 
-def test_however_much_sites_disagree_it_is_one_line_of_readable_length():
+def test_any_disagreement_of_sites_is_one_line_of_readable_length():
     many = [
         BROUGHT | {"site": f"C{k}" + "x" * 150, "run": f"{k}" * 900, "settings": {f"train.key_{k}": "y" * 900}}
         for k in range(50)
@@ -154,7 +154,7 @@ def test_however_much_sites_disagree_it_is_one_line_of_readable_length():
     refused(lambda: compare_sites(few), words)
 
 
-def test_what_may_be_told_to_other_sites_keeps_its_exit_code():
+def test_reportable_errors_keep_their_exit_codes():
     assert all(issubclass(one, ReportableError) for one in (NoCommonPlan, ProtocolError, PeerTimeout))
     assert [issubclass(one, UsageError) for one in (NoCommonPlan, ProtocolError, PeerTimeout)] == [True, False, False]
 
@@ -166,7 +166,7 @@ def test_what_may_be_told_to_other_sites_keeps_its_exit_code():
         ({"C1": 0.25, "C2": 0.5}, r"^sites/C1\.toml: max_epsilon = 0\.25 is enough for 0 of 3 rounds"),
     ],
 )
-def test_a_limit_that_other_sites_do_not_know_is_not_in_what_they_may_be_told(known, words):
+def test_a_private_limit_is_not_disclosed_in_a_reportable_error(known, words):
     with pytest.raises(NoCommonPlan, match=words):
         check_budgets([{"site": f"C{k}", "affordable": 0} for k in (1, 2)], known, 3)
 
@@ -186,7 +186,7 @@ def test_no_document_takes_much_more_memory_than_the_longest_text():
         lambda: b"[" + b"[]," * (most // 3) + b"[]]",
         lambda: b"[" * most,
         lambda: b"{" + b",".join(b'"%d":1' % k for k in range(values)) + b"}",
-        lambda: kept(b"-1," * (values - 2) + b"-1"),
+        lambda: membership_report(b"-1," * (values - 2) + b"-1"),
         lambda: b'{"kept": "' + b"x" * most + b'"}',
         lambda: b'{"kept": ["' + b"\\u20ac" * (most // 6) + b'"]}',
         lambda: b'{"' + b"k" * most + b'": 1}',
@@ -270,7 +270,7 @@ os._exit(0)  # what was not taken is left where it is
 """
 
 
-def test_a_rank_that_lies_about_lengths_is_refused_in_one_line_and_not_received(tmp_path):
+def test_a_rank_with_false_lengths_is_refused_in_one_line_before_receiving(tmp_path):
     done = run_ranks(tmp_path, HOSTILE, 2)
     assert (tmp_path / "said.json").exists(), done.stderr[-2000:]
     said = json.loads((tmp_path / "said.json").read_text())

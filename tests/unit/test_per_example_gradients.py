@@ -1,4 +1,4 @@
-"""Both engines against a loop over single examples, ghost's rules layer by layer, and which engine a model gets."""
+"""Both gradient engines against a loop over single examples, ghost norms by layer, and the choice of the engine."""
 
 from unittest.mock import patch
 
@@ -24,7 +24,7 @@ N_CLASSES = 3
 EACH = pytest.mark.parametrize("engine", ENGINES)
 
 
-def made(name, size_px=16, channels=1):
+def build_model(name, size_px=16, channels=1):
     return create_model(name, n_classes=N_CLASSES, shape=Images(channels, size_px), seed=0)
 
 
@@ -33,7 +33,7 @@ def loss_for(y):
 
 
 def compare(engine, model, x, y, rtol=1e-3):
-    """The engine's sums, clipped so that some examples are and some are not, are those of the loop."""
+    """Check that the engine's sums, with some examples clipped, equal those of the loop."""
     each = each_gradient(model, x, y)
     norms, told = norms_of(each), []
     clip = float(norms.sort().values[: len(x) // 2 + 1].mean())
@@ -60,7 +60,7 @@ MODELS = {"mlp": 16, "lenet5": 28, "cnn1": 16, "cnn2": 16, "gn_cnn": 16, "resnet
 @EACH
 @pytest.mark.parametrize("name", MODELS)
 def test_every_engine_sums_the_clipped_gradients_of_a_loop(name, engine):
-    compare(engine, vary(made(name, MODELS[name], 3)).train(), *images(4, 3, MODELS[name]))
+    compare(engine, vary(build_model(name, MODELS[name], 3)).train(), *images(4, 3, MODELS[name]))
 
 
 TIMM = ["convnext_atto", *nightly("resnet18", "efficientnet_lite0", "mobilenetv3_small_050")]
@@ -68,7 +68,7 @@ TIMM = ["convnext_atto", *nightly("resnet18", "efficientnet_lite0", "mobilenetv3
 
 @pytest.mark.parametrize("name", TIMM)
 def test_the_engine_that_a_timm_model_gets_sums_the_clipped_gradients_of_a_loop(name):
-    model = vary(made(f"timm:{name}", 32, 3)).train()
+    model = vary(build_model(f"timm:{name}", 32, 3)).train()
     compare("hooks" if _find_obstacle(model) else "ghost", model, *images(2, 3, 32))
 
 
@@ -81,7 +81,7 @@ def test_every_engine_sums_the_clipped_gradients_of_bags(engine, n_instances):
 
 
 def check_layer(module, a):
-    """gradients_of by either way against autograd. Returns whether the rule prefers the ghost norm."""
+    """Check gradients_of by either way against autograd; return whether the rule prefers the ghost norm."""
     g = torch.randn(module(a).shape)
     rows = [torch.autograd.grad(module(x[None]), trainable(module), out[None]) for x, out in zip(a, g, strict=True)]
     each = [torch.stack(column) for column in zip(*rows, strict=True)]
@@ -105,7 +105,7 @@ def check_layer(module, a):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_convolutions_of_any_shape(data):
+def test_gradients_of_convolutions_of_any_shape_match_autograd(data):
     def draw(*values):
         return data.draw(st.sampled_from(values))
 
@@ -165,7 +165,7 @@ SMALL = st.integers(1, 9)
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 7), max_size=2), SMALL, SMALL, st.booleans(), st.integers(1, 4))
-def test_linear_layers_over_any_positions(positions, d, p, bias, b):
+def test_gradients_of_linear_layers_over_any_positions_match_autograd(positions, d, p, bias, b):
     taken = check_layer(nn.Linear(d, p, bias=bias), torch.randn(b, *positions, d))
     assert taken == (2 * torch.Size(positions).numel() ** 2 <= d * p)
 
@@ -192,13 +192,13 @@ def branches(net, x):
     return net.one(x.flatten(1)) + net.other(x.flatten(1))
 
 
-def mixed(net, x):
+def mix_layers(net, x):
     """Layers with Opacus's own rule for their gradients."""
     return net.fc(net.spread(net.conv(net.norm(x.squeeze(1)))).square().mean(2))
 
 
 def half_frozen():
-    model = frozen(made("cnn1"), "3.bias")
+    model = frozen(build_model("cnn1"), "3.bias")
     model[0].requires_grad_(False)
     return model
 
@@ -208,7 +208,7 @@ NETS = {
     "in place": lambda: Net(in_place, conv=nn.Conv2d(1, 4, 3), fc=nn.Linear(4 * 16, N_CLASSES)),
     "branches": lambda: Net(branches, one=nn.Linear(36, N_CLASSES), other=nn.Linear(36, N_CLASSES)),
     "mixed": lambda: Net(
-        mixed,
+        mix_layers,
         conv=nn.Conv1d(6, 8, 3, padding=1),
         norm=nn.LayerNorm(6),
         spread=nn.InstanceNorm1d(8, affine=True),
@@ -222,7 +222,7 @@ NETS = {
 
 @EACH
 @pytest.mark.parametrize("name", NETS)
-def test_gradients_follow_what_a_model_does_with_its_layers(name, engine):
+def test_gradients_match_a_loop_for_unusual_uses_of_layers(name, engine):
     torch.manual_seed(0)
     size_px = 16 if name == "half frozen" else 6
     x, y = images(4, 4 if name == "twice" or "last" in name else 1, size_px)
@@ -230,7 +230,7 @@ def test_gradients_follow_what_a_model_does_with_its_layers(name, engine):
 
 
 def spoilt(net, x):
-    """Overwrites what a layer has read."""
+    """Overwrite a layer's input after its use."""
     z = net.first(x.flatten(1)) * 1.0
     logits = net.head(z)
     z.zero_()
@@ -243,7 +243,7 @@ def spoiling(requires_grad):
     return net
 
 
-def folded(net, x):
+def fold_images(net, x):
     """Makes one batch of all rows of all images."""
     return net.head(x.reshape(-1, 6)).view(len(x), -1, N_CLASSES).mean(1)
 
@@ -253,7 +253,7 @@ def folded(net, x):
     [
         (spoiling(True), "modified by an inplace operation"),  # what autograd says
         (spoiling(False), "changed in place"),  # where autograd has not kept the input
-        (Net(folded, head=nn.Linear(6, N_CLASSES)), "18 rows"),
+        (Net(fold_images, head=nn.Linear(6, N_CLASSES)), "18 rows"),
         (Net(lambda net, x: net.head(input=x.flatten(1)), head=nn.Linear(36, N_CLASSES)), "by position"),
     ],
 )
@@ -268,7 +268,7 @@ def flat(*layers):
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(36, N_CLASSES))
 
 
-def test_models_that_ghost_does_not_suit_get_hooks():
+def test_models_unsuited_to_ghost_norms_use_hooks():
     tied = flat(nn.Linear(36, 36), nn.Linear(36, 36))
     tied[2].weight = tied[1].weight
     weighed = nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(36, N_CLASSES)))
@@ -324,8 +324,8 @@ def test_a_network_of_timm_with_group_norms_goes_by_ghost():
 
 
 @EACH
-def test_a_model_is_left_as_it_was_and_nobody_is_warned(engine, recwarn):
-    model = made("gn_cnn")
+def test_a_model_is_left_unchanged_without_warnings(engine, recwarn):
+    model = build_model("gn_cnn")
     x, y = images(3, 1, 16)
     ENGINES[engine](model, x, loss_for(y), torch.ones_like)
     assert not [w for w in recwarn if "backward hook" in str(w.message)]
@@ -342,7 +342,7 @@ def test_a_model_is_left_as_it_was_and_nobody_is_warned(engine, recwarn):
     ("layers", "told", "engine"),
     [([nn.Dropout(0.5)], None, "ghost"), ([nn.Dropout(0.5)], "hooks", "hooks"), ([nn.PReLU()], None, "hooks")],
 )
-def test_a_learner_takes_ghost_wherever_it_can_unless_told_otherwise(layers, told, engine):
+def test_a_learner_uses_ghost_norms_where_possible_by_default(layers, told, engine):
     dp = DPSettings(1.0, 1.0, 4, engine=told)
     learner = Learner(flat(*layers), lr=0.01, weight_decay=0.0, device=torch.device("cpu"), dp=dp)
     assert learner.trainer.engine == engine

@@ -1,4 +1,4 @@
-"""What Linux offers, and what stands in for it on macOS."""
+"""Functions of Linux and their replacements on macOS."""
 
 import errno
 import os
@@ -25,8 +25,8 @@ with file_lock(Path(sys.argv[1])):
 
 
 @pytest.fixture(params=["here", "elsewhere"])
-def where(request, monkeypatch):
-    """This system, and one that lacks what Linux has."""
+def platform(request, monkeypatch):
+    """Use this system, and one without the functions of Linux."""
     if request.param == "elsewhere":
         for name in ("sched_getaffinity", "posix_fallocate", "O_DIRECT", "sysconf"):
             monkeypatch.delattr(os, name)
@@ -34,7 +34,7 @@ def where(request, monkeypatch):
     return request.param
 
 
-def test_cores_memory_and_files_are_numbers_to_count_on(where):
+def test_cores_memory_and_files_are_numbers_to_count_on(platform):
     assert machine.n_cores() == len(machine.list_cores()) >= 1
     assert machine.free_bytes() > 1 << 20 and machine.max_open_files() >= 8
     assert machine.peak_bytes() > 1 << 20
@@ -54,7 +54,7 @@ def test_a_lock_is_held_by_one_and_goes_with_its_holder_even_when_that_is_killed
     assert path.read_bytes() == b"kept"
 
 
-def test_arrays_are_written_where_they_belong(tmp_path, where):
+def test_arrays_are_written_at_their_offset(tmp_path, platform):
     path = tmp_path / "pixels"
     path.write_bytes(b"")
     first, second = empty_aligned((4096,)), empty_aligned((100,))
@@ -121,7 +121,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_what_a_container_or_a_job_may_take_counts_and_not_the_machine(tmp_path, monkeypatch, name):
+def test_the_limits_of_a_container_or_job_replace_those_of_the_machine(tmp_path, monkeypatch, name):
     membership, limits, cores, room = GROUPS[name]
     (tmp_path / "membership").write_text(membership)
     for file, text in limits.items():
@@ -141,7 +141,7 @@ def test_what_a_container_or_a_job_may_take_counts_and_not_the_machine(tmp_path,
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, 512, 524])
 @pytest.mark.parametrize("busy", [None, "busy"])
-def test_a_disk_without_locks_is_told_in_one_line(tmp_path, monkeypatch, number, busy):
+def test_a_disk_without_locks_is_reported_in_one_line(tmp_path, monkeypatch, number, busy):
     def none(*_):
         raise OSError(number, os.strerror(number))
 

@@ -1,4 +1,4 @@
-"""Sections of settings that join from elsewhere are keys like any other: read, checked, written and explained."""
+"""Settings of plugins are read, checked, written and documented like built-in ones."""
 
 import pytest
 from conftest import refused
@@ -11,14 +11,14 @@ from wsi_fl.study.toml import Section, dump_toml, find_clash, read_setting, sett
 
 
 class Halo(Section):
-    """The halo of a wing."""
+    """The halo of an extension."""
 
     width_px: int = settings_key(3, ge=1, needs={"train.balance": "it weighs halos"})
     """How wide a halo is."""
 
 
-def joining(monkeypatch, **sections):
-    """As when an installed package adds these sections."""
+def add_sections(monkeypatch, **sections):
+    """Add sections as an installed plugin does."""
     real = pipelines.load_entries
     monkeypatch.setattr(pipelines, "load_entries", lambda group: real(group) | sections)
     pipelines.pipeline_model.cache_clear()
@@ -26,7 +26,7 @@ def joining(monkeypatch, **sections):
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
-    joining(monkeypatch, halo=Halo)
+    add_sections(monkeypatch, halo=Halo)
     for name in ("pipelines", "sites"):
         (tmp_path / name).mkdir()
     (tmp_path / "pipelines/p.toml").write_text("[halo]\nwidth_px = 5\n")
@@ -34,7 +34,7 @@ def study(tmp_path, monkeypatch):
     pipelines.pipeline_model.cache_clear()
 
 
-def test_a_section_joins_by_its_name(study, tmp_path):
+def test_a_plugin_section_is_registered_under_its_name(study, tmp_path):
     pipeline = study.load_pipeline("p")
     assert pipeline.find_section(Halo) == Halo(width_px=5) and read_setting(pipeline, "halo.width_px") == 5
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
@@ -49,6 +49,6 @@ def test_a_section_joins_by_its_name(study, tmp_path):
 
 def test_a_pipeline_made_without_a_section_has_its_defaults_and_no_section_is_replaced(study, monkeypatch):
     assert Pipeline().find_section(Halo) == Halo() and read_setting(Pipeline(), "halo.width_px") is None
-    joining(monkeypatch, train=Halo)
+    add_sections(monkeypatch, train=Halo)
     with pytest.raises(ValueError, match="section of every pipeline"):
         pipeline_model()

@@ -1,4 +1,4 @@
-"""The one table of predictions: what is written is what is read, and every score of an evaluation is a group of it."""
+"""The prediction table reads back as written, and every score of an evaluation is a group of its rows."""
 
 from collections import Counter
 from dataclasses import replace
@@ -43,7 +43,7 @@ def table_of(task, truth, outputs, **about):
         (SurvivalTask((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), ("6", "12.5")),
     ],
 )
-def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
+def test_a_written_table_reads_back(tmp_path, task, truth, outputs):
     folder = SiteFolder(tmp_path / "S0")
     table = table_of(task, truth, outputs, x_l0=np.arange(6), y_l0=np.arange(6) * 7)
     write_predictions(folder, table)
@@ -59,7 +59,7 @@ def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
     assert read_predictions(SiteFolder(tmp_path / "S1"), task) is None
 
 
-def test_a_table_of_nothing_is_read_as_nothing_and_one_of_another_version_is_refused(tmp_path):
+def test_an_empty_table_reads_back_empty_and_another_version_is_refused(tmp_path):
     folder = SiteFolder(tmp_path / "S0")
     write_predictions(folder, table_of(CLASSES, np.zeros(0, np.int64), ("a", "b")))
     found = read_predictions(folder)
@@ -105,7 +105,7 @@ def said(draw):
 
 @given(said())
 @settings(max_examples=30, deadline=None)
-def test_votes_are_what_counting_says(case):
+def test_votes_match_counting(case):
     sites, weights = case
     for i in range(len(sites[0])):
         votes = [int(p[i].argmax()) for p in sites]
@@ -127,7 +127,7 @@ def test_votes_are_what_counting_says(case):
 
 @given(said())
 @settings(max_examples=30, deadline=None)
-def test_means_are_means(case):
+def test_the_mean_rule_averages_probabilities(case):
     sites, weights = case
     by_hand = sum(w * p for w, p in zip(weights, sites, strict=True)) / weights.sum()
     for rule, wanted in (("mean", sum(sites) / len(sites)), ("weighted_mean", by_hand)):
@@ -135,7 +135,7 @@ def test_means_are_means(case):
         assert np.allclose(mean, wanted) and (choice == mean.argmax(1)).all()
 
 
-def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean_and_what_is_rejected_is_wrong():
+def test_two_uncertain_sites_win_the_vote_not_the_mean_and_rejected_examples_count_as_wrong():
     sites = [np.array([[0.99, 0.01]]), np.array([[0.45, 0.55]]), np.array([[0.45, 0.55]])]
     assert _decide_classes(sites, "relative")[0].tolist() == _decide_classes(sites, "absolute")[0].tolist() == [1]
     assert _decide_classes(sites, "mean")[0].tolist() == [0]
@@ -145,7 +145,7 @@ def test_two_weak_sites_outvote_a_sure_one_but_not_its_mean_and_what_is_rejected
 
 
 def evaluate_table(root, task, table, *, sealed):
-    """The folder of a site in a run that was evaluated; by a version that kept no seal where it is not sealed."""
+    """Return a site's folder in an evaluated run; unsealed ones are from a version without seals."""
     run = RunFolder(root / "runs" / "00001-x")
     folder = run.site_folder("S0")
     write_predictions(folder, table)
@@ -158,7 +158,7 @@ def cut(lines):
     return [*lines[:-1], lines[-1][: len(lines[-1]) // 2]]
 
 
-def saying(column, value):
+def replace_cell(column, value):
     def change(lines):
         cells = lines[2].split(",")
         cells[column] = value
@@ -173,20 +173,20 @@ DAMAGE = {
     "doubled": lambda lines: [lines[0], *[line for line in lines[1:] for _ in range(2)]],
     "empty": lambda lines: [],
     "cut off": cut,
-    "2.0": saying(-1, "2.0"),
-    "NaN": saying(-1, "nan"),
-    "inf": saying(-2, "inf"),
-    "negative": saying(-1, "-0.25"),
-    "no sum": saying(-1, "0.123"),
-    "no number": saying(-1, "0,5"),
-    "strange class": saying(-3, "benign"),
+    "2.0": replace_cell(-1, "2.0"),
+    "NaN": replace_cell(-1, "nan"),
+    "inf": replace_cell(-2, "inf"),
+    "negative": replace_cell(-1, "-0.25"),
+    "no sum": replace_cell(-1, "0.123"),
+    "no number": replace_cell(-1, "0,5"),
+    "strange class": replace_cell(-3, "benign"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_table_that_is_not_as_it_was_evaluated_is_refused(tmp_path, damage, sealed):
-    """With a length and a digest, and of earlier versions, which kept none, by what it holds."""
+    """Length and digest are checked, or the contents for earlier versions, which kept neither."""
     table = table_of(CLASSES, np.array([0, 1, 1, 0, 1, 0]), ("healthy", "tumor"), x_l0=np.arange(6))
     table = replace(table, slide=np.array([f"s{k}" for k in range(6)]), patient=np.array([*"abcdef"]))
     folder = evaluate_table(tmp_path, CLASSES, table, sealed=sealed)
@@ -205,7 +205,7 @@ def test_a_table_that_is_not_as_it_was_evaluated_is_refused(tmp_path, damage, se
         (SurvivalTask((6, 12.5)), np.array([[0.1, 1], [1.1, 0]] * 3), "nan"),
     ],
 )
-def test_numbers_and_chances_that_nobody_can_say_are_refused(tmp_path, task, truth, value):
+def test_impossible_values_and_probabilities_are_refused(tmp_path, task, truth, value):
     outputs = ("burden",) if task.kind == "number" else ("6", "12.5")
     folder = evaluate_table(tmp_path, task, table_of(task, truth, outputs, x_l0=np.arange(6)), sealed=False)
     path = folder.path / "predictions.csv"

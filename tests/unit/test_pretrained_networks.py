@@ -1,4 +1,4 @@
-"""Networks from published weights: the numbers are timm's, and only what is trained has gradients and travels."""
+"""Networks from published weights give timm's numbers, and only their trained part has gradients and is sent."""
 
 import argparse
 import shlex
@@ -34,7 +34,7 @@ def files(tmp_path_factory):
     return {name: published(folder, name) for name in NAMES}
 
 
-def made(path, train="all", seed=0, size_px=SIZE, name=None):
+def build_model(path, train="all", seed=0, size_px=SIZE, name=None):
     name = f"timm:{name or path.stem}"
     return create_model(name, n_classes=N_CLASSES, shape=Images(3, size_px), seed=seed, start=StartWeights(train, path))
 
@@ -50,7 +50,7 @@ def test_features_are_those_of_timm_in_evaluation_mode_bit_for_bit_in_either_mod
         load_weights(theirs, read_weights(files[name]), name)
         if name == "test_vit":  # places are interpolated from the size of the weights to this one
             theirs.set_input_size(img_size=SIZE)
-        ours, (x, _) = made(files[name]), batch(2)
+        ours, (x, _) = build_model(files[name]), batch(2)
         mean, sd = (torch.tensor(theirs.pretrained_cfg[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
         ours.model.reset_classifier(0)
         with torch.no_grad():
@@ -63,8 +63,8 @@ def test_features_are_those_of_timm_in_evaluation_mode_bit_for_bit_in_either_mod
 @pytest.mark.parametrize("train", PARTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_clipped_sums_of_the_trained_part_are_those_of_a_loop(files, name, train):
-    """Of rows by the engine that a learner gets and by hooks, and of patients."""
-    model = made(files[name], train)
+    """Sums are of rows, by a learner's engine and by hooks, and of patients."""
+    model = build_model(files[name], train)
     engine = check_per_example_gradients(model, (3, SIZE, SIZE), N_CLASSES)
     assert engine == ("hooks" if (name, train) == ("test_vit", "all") else "ghost")
     vary(model.train(), -0.1, 0.1)  # adapters say nothing yet
@@ -84,7 +84,7 @@ def test_clipped_sums_of_the_trained_part_are_those_of_a_loop(files, name, train
 
 @pytest.mark.parametrize("train", ["head", "norm", "lora"])
 def test_a_step_moves_the_trained_part_and_nothing_else(files, train):
-    model = made(files["test_resnet"], train)
+    model = build_model(files["test_resnet"], train)
     before = {name: one.clone() for name, one in model.state_dict().items()}
     trainer = DPTrainer(model, torch.optim.SGD(trainable_parameters(model), lr=1.0), sigma=1.0, clip=1.0, batch_size=2)
     x, y = batch(2)
@@ -94,9 +94,9 @@ def test_a_step_moves_the_trained_part_and_nothing_else(files, train):
     assert all("running" not in name for name in moved)
 
 
-def test_each_part_is_what_it_is_called(files):
+def test_each_trained_part_has_the_named_parameters(files):
     def names(name, train):
-        model = made(files[name], train).model
+        model = build_model(files[name], train).model
         return {key.replace(".0.weight", ".weight") for key, p in model.named_parameters() if p.requires_grad}
 
     head = {"head.weight", "head.bias"}
@@ -111,9 +111,9 @@ def test_each_part_is_what_it_is_called(files):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_adapters_say_nothing_at_first_and_all_sites_begin_alike(files, name):
-    plain, adapted, again = made(files[name]), made(files[name], "lora"), made(files[name], "lora")
-    other = made(files[name], "lora", seed=1)
+def test_adapters_start_without_effect_and_alike_at_all_sites(files, name):
+    plain, adapted, again = build_model(files[name]), build_model(files[name], "lora"), build_model(files[name], "lora")
+    other = build_model(files[name], "lora", seed=1)
     assert all(map(torch.equal, trainable_parameters(adapted), trainable_parameters(again)))
     assert not torch.equal(other.model.get_classifier().weight, again.model.get_classifier().weight)
     adapted.model.get_classifier().load_state_dict(plain.model.get_classifier().state_dict())
@@ -122,16 +122,27 @@ def test_adapters_say_nothing_at_first_and_all_sites_begin_alike(files, name):
         torch.testing.assert_close(adapted(x), plain(x))
 
 
-def test_what_did_not_start_alike_cannot_be_mixed(files, tmp_path):
+def test_models_from_different_start_weights_have_different_digests(files, tmp_path):
     path = files["test_resnet"]
     other = published(tmp_path, "test_resnet", seed=1)
-    assert schema_digest(made(path, "norm")) == schema_digest(made(path, "norm", seed=5))
-    assert len({schema_digest(made(path)), schema_digest(made(path, "norm")), schema_digest(made(other, "norm"))}) == 3
-    assert start_digest(made(path, "norm")) == start_digest(made(path)) != start_digest(made(other))
+    assert schema_digest(build_model(path, "norm")) == schema_digest(build_model(path, "norm", seed=5))
+    assert (
+        len(
+            {
+                schema_digest(build_model(path)),
+                schema_digest(build_model(path, "norm")),
+                schema_digest(build_model(other, "norm")),
+            }
+        )
+        == 3
+    )
+    assert (
+        start_digest(build_model(path, "norm")) == start_digest(build_model(path)) != start_digest(build_model(other))
+    )
     bare = create_model(
         "timm:test_resnet", n_classes=N_CLASSES, shape=Images(3, SIZE), seed=9, start=StartWeights("norm")
     )
-    whole = made(path, "norm")
+    whole = build_model(path, "norm")
     bare.load_state_dict(whole.state_dict())
     x, _ = batch(2)
     assert torch.equal(bare.eval()(x), whole.eval()(x)) and schema_digest(bare) == schema_digest(whole)
@@ -140,14 +151,14 @@ def test_what_did_not_start_alike_cannot_be_mixed(files, tmp_path):
 
 def test_a_folder_holds_the_weights_of_several_architectures_and_pickles_are_read(files, tmp_path):
     folder = files["test_vit"].parent
-    assert start_digest(made(folder, name="test_vit")) == start_digest(made(files["test_vit"]))
+    assert start_digest(build_model(folder, name="test_vit")) == start_digest(build_model(files["test_vit"]))
     state = timm.create_model("test_vit").state_dict()
     torch.save({"state_dict": state}, tmp_path / "w.pth")
-    assert start_digest(made(tmp_path / "w.pth", name="test_vit"))
+    assert start_digest(build_model(tmp_path / "w.pth", name="test_vit"))
 
 
 def _pickles():
-    """Weights as training programs save them beside what is no tensor, and one that two names share."""
+    """Return weights as training programs save them beside other objects, and one with a tensor under two names."""
     table, arguments = torch.arange(12.0).reshape(3, 4).t(), argparse.Namespace(lr=0.1)
     yield {"state_dict": {"a": table, "n": torch.tensor(3)}, "best": np.float64(0.9)}
     yield {"model": OrderedDict(a=table, b=table), "args": arguments}
@@ -198,6 +209,6 @@ def test_resnet18_takes_the_weights_of_torchvision(tmp_path):
         ("timm:test_vit", Images(3, 8), "test_vit", UsageError, "of images of 8 px"),
     ],
 )
-def test_what_cannot_start_is_refused_in_one_line(files, name, shape, start, error, words):
+def test_unusable_start_weights_are_refused_in_one_line(files, name, shape, start, error, words):
     start = StartWeights("norm", files["test_vit"].parent / f"{start}.safetensors")
     refused(lambda: create_model(name, n_classes=2, shape=shape, seed=0, start=start), words, error=error)

@@ -1,4 +1,4 @@
-"""ε against published values, and as a property of its arguments; plans that spend a budget whole, and never more."""
+"""Privacy accounting against published values and its properties, and plans that spend a budget without excess."""
 
 import json
 from math import inf
@@ -24,7 +24,7 @@ steps = st.integers(1, 2000)
 
 
 def cost(sigma, rate, n, delta=DELTA, orders=None):
-    """ε of so many steps with this noise and sampling rate."""
+    """Compute ε of a number of steps with this noise and sampling rate."""
     return epsilon([Mechanism(sigma, 1.0, rate, n)], delta, *([orders] if orders else []))
 
 
@@ -62,7 +62,7 @@ def test_rounds_compose_to_the_whole(sigma, rate, a, b):
     assert parts == pytest.approx(cost(sigma, rate, a + b), rel=1e-9) and parts >= cost(sigma, rate, a)
 
 
-def test_limits(recwarn):
+def test_epsilon_is_zero_or_infinite_at_its_limits(recwarn):
     assert epsilon([], DELTA) == cost(1.0, 0.1, 0) == 0 and cost(0.0, 0.1, 1) == inf
     assert epsilon([Mechanism(1.4, 1.0, 0.1, 9), Mechanism(0.0, 1.0, 0.1, 1)], DELTA) == inf
     assert cost(900.0, 0.001, 1, 0.5) == 0  # never below nothing
@@ -85,7 +85,7 @@ def test_limits(recwarn):
         ),
     ],
 )
-def test_what_makes_no_sense_or_cannot_be_reached_is_refused(action, words):
+def test_invalid_or_unreachable_targets_are_refused(action, words):
     refused(action, words)
 
 
@@ -109,7 +109,7 @@ def test_a_gaussian_at_epsilon_1_hides_all_but_two_of_a_hundred():
 @pytest.mark.parametrize(
     ("events", "above"), [([(1.0, 3.0, 1), (1.0, 5.0, 1), (1.0, 8.0, 1)], 1.01), ([(0.1, 2.0, 60), (1.0, 9.0, 2)], 1.4)]
 )
-def test_what_an_attack_can_find_is_bounded_and_nearly_so(events, above):
+def test_the_bound_on_membership_attacks_holds_and_is_nearly_tight(events, above):
     """The trade-off curve by another accountant: of all (ε, δ) that hold, the least e^ε α + δ."""
     dp = pytest.importorskip("dp_accounting")
     judge = dp.pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
@@ -139,13 +139,13 @@ def test_a_plan_spends_the_budget_and_never_more(n, target):
 
 
 @pytest.mark.slow
-def test_what_was_spent_before_counts():
+def test_epsilon_spent_before_counts_in_a_plan():
     sums = Mechanism(sigma=10.0, clip=1.0, sample_rate=1.0, steps=1)
     alone, after = propose_plan(300, 10, 3.0, 1e-5), propose_plan(300, 10, 3.0, 1e-5, spent=[sums])
     assert epsilon([sums, after.mechanism], 1e-5) <= 3.0 < epsilon([sums, alone.mechanism], 1e-5)
 
 
-def test_the_choice_has_the_most_steps_near_the_best_signal():
+def test_the_chosen_batch_size_has_the_most_steps_near_the_best_signal():
     ways, chosen = list_proposals(100, 40, 3.0, 1e-5), propose_plan(100, 40, 3.0, 1e-5)
     best = max(way.signal_to_noise for way in ways)
     assert chosen.signal_to_noise >= 0.95 * best
@@ -153,7 +153,7 @@ def test_the_choice_has_the_most_steps_near_the_best_signal():
     assert beyond and all(way.signal_to_noise < 0.95 * best for way in beyond)
 
 
-def test_fewer_orders_only_ever_bound_from_above():
+def test_fewer_renyi_orders_give_an_upper_bound():
     for sigma, rate, n in ((1.4, 0.02, 500), (4.0, 0.5, 40)):
         exact, quick = cost(sigma, rate, n), cost(sigma, rate, n, orders=accounting.WHOLE_ORDERS)
         assert exact <= quick <= exact * 1.02
@@ -189,7 +189,7 @@ def test_full_batches_and_others_are_compared_by_the_same_price():
     assert {size: ratio[size] for size in exact} == pytest.approx(exact, abs=0.003)
 
 
-def test_a_target_that_divergences_hardly_reach_is_planned_too():
+def test_a_target_near_the_limit_of_the_rdp_accountant_is_planned():
     for target in (0.1, 0.15):
         assert 0.98 * target < epsilon([propose_plan(500, 10, target, 1e-5).mechanism], 1e-5) <= target
 
@@ -203,7 +203,7 @@ def test_a_target_that_divergences_hardly_reach_is_planned_too():
         (Mechanism(500.0, 1.0, 0.9, 1), "unsampled"),
     ],
 )
-def test_the_accountant_is_named_that_was_asked(mechanism, name):
+def test_the_accountant_in_use_is_named(mechanism, name):
     assert accounting.pricing_method([mechanism], DELTA) == name
     unsampled = accounting._gaussian_epsilon(accounting._gaussian_mu([mechanism]), DELTA) if mechanism.sigma else inf
     assert (epsilon([mechanism], DELTA) == unsampled) == (name != "rdp")
@@ -227,7 +227,7 @@ def test_large_noise_is_priced_as_its_integral_and_never_below(sigma, q):
         assert right <= found[order] <= right * (1 + 1e-6)
 
 
-def test_large_noise_joins_what_opacus_says_of_less():
+def test_the_integral_for_large_noise_agrees_with_opacus_at_moderate_noise():
     """Opacus' series loses digits as noise grows; both agree where it still has some."""
     orders = accounting._ORDERS
     ours = accounting._integrate_step_rdp(8.0, 0.3, orders)
@@ -248,7 +248,7 @@ GROUPS = [  # noise, rate, steps, rows, δ, ε by dp-accounting's mixtures of Ga
 
 
 @pytest.mark.parametrize(("sigma", "q", "n", "k", "delta", "exact"), GROUPS)
-def test_a_patient_with_many_rows_is_promised_what_is_true_and_little_more(sigma, q, n, k, delta, exact):
+def test_the_guarantee_of_a_patient_with_many_rows_is_valid_and_nearly_tight(sigma, q, n, k, delta, exact):
     step = Mechanism(sigma, 1.0, q, n)
     found = accounting.group_epsilon([step], delta, k)
     assert exact * 0.9999 <= found <= exact * 1.002
@@ -259,7 +259,7 @@ def test_a_patient_with_many_rows_is_promised_what_is_true_and_little_more(sigma
 
 @given(st.floats(1, 8), st.floats(1e-5, 0.1), st.integers(1, 100), st.integers(2, 20), st.floats(1e-8, 1e-3))
 @settings(max_examples=4, deadline=None)
-def test_more_rows_are_promised_less_and_none_more_than_a_single_row(sigma, q, n, k, delta):
+def test_more_rows_have_a_weaker_guarantee_than_a_single_row(sigma, q, n, k, delta):
     step = [Mechanism(sigma, 1.0, q, n)]
     found = [accounting.group_epsilon(step, delta, rows) or inf for rows in (1, k, 2 * k)]
     assert found == sorted(found) and found[0] == epsilon(step, delta)
@@ -336,7 +336,7 @@ def test_extreme_plans_are_priced_without_warning_and_not_below_a_single_row(mec
         (("--target-epsilon", "1", "--delta", "1"), "--delta 1: give a probability"),
     ],
 )
-def test_a_number_that_is_none_is_said_in_one_short_line(given, words, monkeypatch, capsys):
+def test_an_invalid_number_is_refused_in_one_short_line(given, words, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["wsi-fl", "privacy", "--n", "100", *given])
     with pytest.raises(SystemExit) as caught:
         __main__.main()

@@ -1,4 +1,4 @@
-"""Directions of public tissue: what they are, what their file holds, and what is refused."""
+"""The projection from public reference slides: its components, its file, and refused inputs."""
 
 import contextlib
 
@@ -25,13 +25,13 @@ ORIGIN = projection.ProjectionOrigin(
 
 
 def rows(n=300, d=20, seed=0):
-    """Features that vary along few directions."""
+    """Return features that vary along few directions."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, 4)) @ rng.normal(size=(4, d)) + 0.1 * rng.normal(size=(n, d))
     return x.astype(np.float32)
 
 
-def test_they_are_the_principal_components_and_half_of_all_rows_are_at_most_one_long():
+def test_a_projection_is_the_principal_components_scaled_to_median_length_one():
     from sklearn.decomposition import PCA
 
     x = rows()
@@ -43,7 +43,7 @@ def test_they_are_the_principal_components_and_half_of_all_rows_are_at_most_one_
     assert np.median(lengths) == pytest.approx(1, abs=1e-4)
 
 
-def test_a_file_comes_back_and_says_where_it_is_from(tmp_path):
+def test_a_projection_file_reads_back_with_its_origin(tmp_path):
     found = fit_projection(rows(), ORIGIN, 6)
     write_projection(tmp_path / "d.safetensors", found)
     again = read_projection(tmp_path / "d.safetensors", "d.safetensors")
@@ -52,7 +52,7 @@ def test_a_file_comes_back_and_says_where_it_is_from(tmp_path):
 
 
 @given(st.integers(0, 2000), st.integers(0, 255))
-def test_a_changed_byte_is_noticed(tmp_path_factory, place, byte):
+def test_a_changed_byte_of_a_projection_file_is_noticed(tmp_path_factory, place, byte):
     path = tmp_path_factory.mktemp("d") / "d.safetensors"
     found = fit_projection(rows(), ORIGIN, 6)
     write_projection(path, found)
@@ -63,17 +63,17 @@ def test_a_changed_byte_is_noticed(tmp_path_factory, place, byte):
         assert read_projection(path, "d").digest == found.digest
 
 
-def test_few_rows_or_one_picture_are_no_public_tissue():
+def test_few_rows_or_one_slide_are_refused_as_public_reference():
     refused(lambda: fit_projection(rows(10), ORIGIN), "10 public rows", "several slides")
     refused(lambda: fit_projection(np.ones((300, 50), np.float32), ORIGIN), "other slides")
 
 
-def test_random_ones_are_the_same_everywhere():
+def test_random_projections_are_the_same_on_every_machine():
     assert random_projection(1280).digest == random_projection(1280).digest
     assert random_projection(1280, 64).digest != random_projection(1280).digest
 
 
-def test_more_rows_and_less_noise_ask_for_more_directions():
+def test_more_rows_and_less_noise_need_more_projection_components():
     x = rows(400, 60)
     found = [choose_n_components(x, n, 3.73**2) for n in (50, 400, 800, 10**6)]
     assert found == sorted(found) and found[0] == 16 < found[2] < found[3] == 96
@@ -83,6 +83,6 @@ def test_more_rows_and_less_noise_ask_for_more_directions():
     assert choose_n_components(x, 800, 3.73**2) == int(9 * (v * 400**2 / 3.73**2) ** (1 / 3))
 
 
-def test_shared_noise_is_that_of_all_letters_but_one_share():
+def test_distributed_noise_of_class_statistics_is_one_share_of_local_noise():
     own, shared = (ExpectedStatistics(800, 16, 1.0, one).noise_variance() for one in (False, True))
     assert own == pytest.approx(16 * 3.73**2, rel=0.01) and own / shared == pytest.approx(15)

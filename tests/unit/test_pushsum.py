@@ -1,4 +1,4 @@
-"""PushSum against the dense matrix product, and against the mean it promises."""
+"""PushSum against the dense matrix product, and against the mean of all sites."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from wsi_fl.federation.topology import exponential, list_hops, list_receivers, l
 
 
 def exchange(states, matrix):
-    """What the loop does, site by site."""
+    """Exchange models as the training loop does, site by site."""
 
     def sent(j, i):
         return PushSum(states[j].x * np.float32(matrix[i, j]), states[j].w * matrix[i, j])
@@ -24,7 +24,7 @@ def exchange(states, matrix):
 
 @st.composite
 def connected_graph(draw):
-    """A random column-stochastic matrix over a ring: strongly connected and, with self loops, aperiodic."""
+    """Draw a random column-stochastic matrix over a ring: strongly connected and, with self loops, aperiodic."""
     n = draw(st.integers(2, 7))
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     matrix = rng.uniform(0.1, 1, (n, n)) * (rng.random((n, n)) < 0.3)
@@ -35,7 +35,7 @@ def connected_graph(draw):
 @settings(deadline=None, max_examples=10)
 @given(connected_graph(), st.integers(0, 10**6))
 def test_with_training_between_rounds_it_is_the_dense_product_of_the_biased_numerators(matrix, seed):
-    """X ← P (X + ΔZ), w ← P w, Z = X / w: the increment enters unscaled, or light sites would speak louder."""
+    """X ← P (X + ΔZ), w ← P w, Z = X / w: the increment enters unscaled, or light sites would weigh more."""
     rng, n = np.random.default_rng(seed), len(matrix)
     x, w = rng.normal(size=(n, 4)), np.ones(n)
     states = [PushSum(row.astype(np.float32), 1.0) for row in x]
@@ -71,7 +71,7 @@ def test_mixing_over_any_graph_and_attendance_is_the_dense_product(topology, n, 
 
 
 @given(st.integers(2, 16), st.integers(0, 10))
-def test_a_permutation_hands_models_on_bit_for_bit(n, round_):
+def test_a_permutation_passes_models_on_bit_for_bit(n, round_):
     (matrix,) = exponential(n, round_)
     states = [PushSum(np.float32([k, 0.1 * k]), 1.0) for k in range(n)]
     mixed = exchange(states, matrix)
@@ -94,12 +94,12 @@ GRAPHS = [random_digraph, exponential, graphs.random_permutation(3), graphs.star
 
 
 def mass(states):
-    """Σ x float64[d] and Σ w."""
+    """Return Σ x float64[d] and Σ w."""
     return sum(s.x.astype(float) for s in states), sum(s.w for s in states)
 
 
 def mixed(states, topology, present, rounds, self_weight=0.4):
-    """The states after some rounds among those present; each round keeps all mass."""
+    """Return the states after some rounds among the present sites; each round keeps all mass."""
     x, w = mass(states)
     for round_ in rounds:
         for hop in list_hops(topology, len(states), present, round_, self_weight):
@@ -114,8 +114,8 @@ def assert_all_hold(states, present, mean):
         np.testing.assert_allclose(states[k].z, mean, atol=3e-4)
 
 
-def some_sites(n, seed, n_away):
-    """Random starts of n sites, who stays and who does not; at least one stays."""
+def draw_sites(n, seed, n_away):
+    """Return random starts of n sites, the remaining sites and the others; at least one remains."""
     rng = np.random.default_rng(seed)
     start = rng.normal(size=(n, 3)).astype(np.float32)
     away = sorted(rng.permutation(n)[: min(n_away, n - 1)].tolist())
@@ -128,8 +128,8 @@ def cases(test):
 
 
 @cases
-def test_those_who_stay_reach_the_mean_of_all_when_others_hand_over_and_leave(graph, n, n_away, seed):
-    start, states, leaving, staying = some_sites(n, seed, n_away)
+def test_remaining_sites_reach_the_mean_of_all_after_others_hand_over_and_leave(graph, n, n_away, seed):
+    start, states, leaving, staying = draw_sites(n, seed, n_away)
     states = exchange(mixed(states, graph, range(n), range(3)), graphs.build_handover(n, leaving, staying))
     assert [states[k].w for k in leaving] == [0] * len(leaving)
     states = mixed(states, graph, staying, range(3, 120))
@@ -138,8 +138,8 @@ def test_those_who_stay_reach_the_mean_of_all_when_others_hand_over_and_leave(gr
 
 
 @cases
-def test_those_who_come_back_start_from_their_host_and_reach_the_mean_of_all(graph, n, n_away, seed):
-    start, states, away, staying = some_sites(n, seed, n_away)
+def test_returning_sites_start_from_their_host_and_reach_the_mean_of_all(graph, n, n_away, seed):
+    start, states, away, staying = draw_sites(n, seed, n_away)
     states = exchange(mixed(states, graph, range(n), range(2)), graphs.build_handover(n, away, staying))
     before = mixed(states, graph, staying, range(2, 6))
     states = exchange(before, graphs.build_welcome(n, away, staying))
@@ -153,8 +153,8 @@ def test_those_who_come_back_start_from_their_host_and_reach_the_mean_of_all(gra
 
 
 @cases
-def test_what_a_crashed_site_held_is_lost_and_the_others_reach_the_mean_of_the_rest(graph, n, n_away, seed):
-    _, states, crashed, staying = some_sites(n, seed, n_away)
+def test_the_mass_of_a_crashed_site_is_lost_and_the_others_reach_the_mean_of_the_rest(graph, n, n_away, seed):
+    _, states, crashed, staying = draw_sites(n, seed, n_away)
     states = mixed(states, graph, range(n), range(2))
     x, w = mass([states[k] for k in staying])
     assert w < n

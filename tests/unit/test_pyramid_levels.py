@@ -1,4 +1,4 @@
-"""Levels of a pyramid: which are the slide's own, and what others give where one is damaged or lacks tiles."""
+"""The pyramid levels of a slide are recognized, and finer levels replace damaged or missing ones."""
 
 from functools import partial
 
@@ -61,7 +61,7 @@ def zeroed(path, level, numbers=None):
 
 
 def left_out(path, level, numbers, tags=(324, 325)):
-    """Have the file say that some tiles of a level are not there, by offset (324) or length (325) of 0."""
+    """Mark tiles of a level as missing by an offset (324) or length (325) of 0."""
     content = bytearray(path.read_bytes())
     with tifffile.TiffFile(path) as tif:
         found = [tif.pages[level].tags[tag] for tag in tags]
@@ -74,7 +74,7 @@ def left_out(path, level, numbers, tags=(324, 325)):
 
 
 def patches(path, mpp=MPP, reader="auto", size=TILE):
-    """(patches [n, size, size, 3] at places [n, 2] that could be read, row → reason of the others, notes)"""
+    """Return (readable patches [n, size, size, 3] at places [n, 2], row → reason of the others, notes)."""
     step = round(size * mpp / MPP)
     corners = np.array([(x, y) for y in range(0, 512, step) for x in range(0, 512, step)])
     aside: dict[int, str] = {}
@@ -86,7 +86,7 @@ def patches(path, mpp=MPP, reader="auto", size=TILE):
 
 
 def assert_reduced(corners, pixels, factor):
-    """Patches are the whole picture's, reduced."""
+    """Check that patches are those of the reduced whole picture."""
     small = np.asarray(Image.fromarray(WHOLE).reduce(factor)).astype(int)
     for (x, y), patch in zip((corners // factor).tolist(), pixels, strict=True):
         height, width = small[y : y + len(patch), x : x + len(patch)].shape[:2]
@@ -96,7 +96,7 @@ def assert_reduced(corners, pixels, factor):
 @pytest.mark.parametrize("reader", ["auto", "openslide"])
 @pytest.mark.parametrize("compression", ["jpeg", "deflate"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_damaged_level_costs_nothing_that_a_finer_one_gives(tmp_path, compression, reader, level):
+def test_a_damaged_level_is_replaced_by_a_finer_one(tmp_path, compression, reader, level):
     good, bad = (write(tmp_path / f"{name}.tif", compression) for name in ("good", "bad"))
     zeroed(bad, level)
     mpp = MPP * 4**level
@@ -122,7 +122,7 @@ def test_one_damaged_tile_of_a_coarse_level_is_made_from_the_next(tmp_path):
         assert slide.read_native_stream((256, 0), TILE, 4 * MPP) is not None
 
 
-def test_where_all_levels_are_damaged_the_finest_says_where(tmp_path):
+def test_the_finest_level_locates_the_damage_where_all_levels_are_damaged(tmp_path):
     path = write(tmp_path / "a.tif")
     for level in range(3):
         zeroed(path, level)
@@ -185,7 +185,7 @@ def test_tiles_that_a_coarse_level_lacks_come_from_a_finer_one(tmp_path, level):
 
 
 @pytest.mark.parametrize("glass", [(205, 205, 205), (235, 232, 225), (215, 210, 205)])
-def test_glass_that_level_0_alone_leaves_out_is_background_whatever_its_grey(tmp_path, glass):
+def test_glass_that_level_0_alone_leaves_out_is_background_of_any_gray(tmp_path, glass):
     grey = np.where((WHOLE == 255).all(-1, keepdims=True), np.uint8(glass), WHOLE).astype(np.uint8)
     levels = [grey, *(np.asarray(Image.fromarray(grey).reduce(n)) for n in (4, 16))]
     path = write(tmp_path / "a.tif", "deflate", levels)
@@ -254,7 +254,7 @@ def test_black_that_a_zarr_leaves_out_because_it_is_its_fill_value_is_black(tmp_
 
 @pytest.mark.parametrize("compression", ["jpeg", "deflate"])
 def test_a_file_whose_last_tiles_are_cut_off_leaves_them_out(tmp_path, compression):
-    """As where level 0 is the last in it: its tiles would lie beyond the end."""
+    """Level 0 may be the last in the file: its tiles would lie beyond the end."""
     path = write(tmp_path / "a.tif", compression)
     content = bytearray(path.read_bytes())
     with tifffile.TiffFile(path) as tif:
@@ -282,7 +282,7 @@ def test_levels_of_one_slide_have_one_ratio():
     assert select_levels([(64, 64), (32, 32), (32, 32)], {1}) == [0, 2]
 
 
-def padded(picture, tile=TILE):
+def pad_picture(picture, tile=TILE):
     """The picture with the rest of its last tiles in white."""
     height, width = (-side % tile for side in picture.shape[:2])
     return np.pad(picture, [(0, height), (0, width), (0, 0)], constant_values=255)
@@ -326,7 +326,7 @@ def test_levels_that_are_filled_up_to_whole_tiles_do_not_move_the_tissue(tmp_pat
     picture = np.full((*size, 3), 255, np.uint8)
     picture[384:448, 384:448] = (150, 60, 120)
     writer, name = PADDED[how]
-    levels = [padded(np.asarray(Image.fromarray(picture).reduce(2**k))) for k in range(4)]
+    levels = [pad_picture(np.asarray(Image.fromarray(picture).reduce(2**k))) for k in range(4)]
     with Slide(writer(tmp_path / name, levels=levels), MPP) as slide:
         assert all(float(each).is_integer() for each in slide.level_downsamples)
         small, scale = slide.thumbnail(levels[0].shape[1] // 8)
@@ -345,7 +345,7 @@ def test_a_level_is_filled_up_where_no_picture_but_its_tiles_have_its_size():
         assert not is_padded(whole, level, tile), (whole, level)
 
 
-def test_what_cannot_be_painted_is_told_and_the_rest_is_not_tried_for_ever():
+def test_unreadable_areas_are_reported_and_retries_are_bounded():
     asked = []
 
     def painter(area, bad):

@@ -1,4 +1,4 @@
-"""The public API: names imported on first use; the examples of `docs/reference/python-api.md` run as written."""
+"""The public API imports names on first use, and the examples of `docs/reference/python-api.md` run as written."""
 
 import doctest
 import re
@@ -24,14 +24,14 @@ SECTIONS = dict(re.findall(r"^## ([^\n]+)\n(.+?)(?=^## |\Z)", EXAMPLES, re.MULTI
 
 
 def rows(seed, n=200, d=8):
-    """Features float32[n, d] of two classes that lie apart, and their classes."""
+    """Return features float32[n, d] of two separate classes, and their classes."""
     rng = np.random.default_rng(seed)
     label = rng.integers(0, 2, n)
     return (rng.normal(size=(n, d)) + 2 * label[:, None]).astype(np.float32), label
 
 
-def given(section):
-    """What a section of the page says that it has; files lie in the current folder."""
+def build_names(section):
+    """Return the names that a section of the page presumes; files lie in the current folder."""
     rng = np.random.default_rng(0)
     if section == "A slide":
         picture = np.full((512, 512, 3), 240, np.uint8)
@@ -55,7 +55,7 @@ def given(section):
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_example_of_the_page_runs(section, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    known = {"torch": torch, "cross_entropy": functional.cross_entropy, **given(section)}
+    known = {"torch": torch, "cross_entropy": functional.cross_entropy, **build_names(section)}
     test = doctest.DocTestParser().get_doctest(SECTIONS[section], known, section, str(PAGE), 0)
     assert test.examples
     said = []
@@ -63,7 +63,7 @@ def test_every_example_of_the_page_runs(section, tmp_path, monkeypatch):
     assert not said, "".join(said)
 
 
-def test_a_name_is_imported_when_it_is_used():
+def test_a_public_name_is_imported_on_first_use():
     code = "import sys, wsi_fl; dir(wsi_fl); import wsi_fl.api; wsi_fl.GridSpec; print('numpy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"
@@ -75,13 +75,13 @@ def test_the_page_documents_every_public_name():
 
 
 @pytest.mark.parametrize("name", api.__all__)
-def test_every_name_is_there_and_another_is_not(name):
+def test_every_public_name_resolves_and_an_unknown_name_does_not(name):
     assert name in dir(wsi_fl) and getattr(wsi_fl, name) is getattr(api, name)
     with pytest.raises(AttributeError, match=f"no attribute '{name}s'"):
         getattr(wsi_fl, f"{name}s")
 
 
-def test_features_may_be_what_numpy_makes():
+def test_features_may_be_any_numpy_array():
     x, label = rows(0, n=20)
     sites = {name: api.Examples.from_arrays(x.astype(np.float64), label) for name in ("A", "B")}
     learned = api.federate(sites, "fedavg", private=lambda: torch.nn.Linear(8, 2), rounds=1, sigma=None)

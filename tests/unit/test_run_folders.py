@@ -1,4 +1,4 @@
-"""Run folders: numbers are never shared, checkpoints load back or say that they are damaged."""
+"""Run folders have unique numbers, and checkpoints load back or are reported as damaged."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def site(tmp_path):
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3).T, "n": torch.tensor(7), "e": torch.empty(0)}
 
 
-def test_models_load_back(site):
+def test_saved_models_load_back(site):
     refused(lambda: site.load_model("proxy"), "proxy.safetensors: no such model")
     site.save_model("proxy", TENSORS)
     loaded = site.load_model("proxy")
@@ -60,7 +60,7 @@ def test_checkpoints_load_back_the_last_two_are_kept_and_they_hold_no_code(site)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "no document"])
-def test_damaged_checkpoint_is_one_line(site, damage):
+def test_a_damaged_checkpoint_is_refused_in_one_line(site, damage):
     site.save_checkpoint(3, TENSORS, {"round": 3})
     path = site.checkpoint_path(3)
     if damage == "missing":
@@ -77,7 +77,7 @@ def _line(round_, **more):
     return {"round": round_, **cost, **more}
 
 
-def test_rounds_that_run_again_or_were_cut_short_by_a_crash_are_forgotten_and_the_next_is_whole(site):
+def test_repeated_or_interrupted_rounds_are_dropped_from_the_log_and_the_next_is_whole(site):
     assert site.read_metrics() == []
     for round_ in range(4):
         site.log_round(_line(round_, site="Universität"))
@@ -92,7 +92,7 @@ def test_rounds_that_run_again_or_were_cut_short_by_a_crash_are_forgotten_and_th
 
 
 @pytest.mark.parametrize("damage", ['"rounf": 1', '"round": "1"', '"round": null', '"seconds": {}'])
-def test_a_line_that_lacks_what_it_needs_is_damaged(site, damage):
+def test_a_metrics_line_without_required_keys_is_damaged(site, damage):
     site.log_round(_line(0))
     site.log_round(_line(1))
     key = damage.split('"')[1].replace("rounf", "round")
@@ -107,8 +107,8 @@ def lines_of(run, site, rounds):
         run.site_folder(site).log_round(_line(k))
 
 
-def test_a_loss_is_noted_in_the_round_in_which_it_was_noticed(tmp_path):
-    """Another hospital's rounds lie at that hospital, so the round is that of those who noticed."""
+def test_a_lost_site_is_recorded_in_the_round_that_noticed_it(tmp_path):
+    """Another hospital's rounds lie at that hospital, so the round is that of the remaining sites."""
     between = RunFolder(tmp_path / "00001-between")
     lines_of(between, "C1", 3)
     assert between.record_dropout("C3", "killed")["round"] == 4
@@ -124,7 +124,7 @@ def test_a_loss_is_noted_in_the_round_in_which_it_was_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"epsilon": 1.0, "delta": 1e-5, "unit": "row"}', '"x"', "", None])
-def test_an_account_that_is_damaged_or_gone_is_named_with_what_writes_it_again(tmp_path, text):
+def test_a_damaged_or_missing_account_is_named_with_the_command_that_rewrites_it(tmp_path, text):
     site = SiteFolder(tmp_path / "00007-oneshot-x" / "sites" / "C1")
     site.account_path.parent.mkdir(parents=True)
     if text is not None:

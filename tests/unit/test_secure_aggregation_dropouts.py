@@ -1,4 +1,4 @@
-"""Sums that survive sites that go away: exact for those who stay, and never two sets nor both keys of a site."""
+"""Secure aggregation is exact for the remaining sites, and never opens two survivor sets or both keys of a site."""
 
 from copy import deepcopy
 from functools import partial
@@ -29,7 +29,7 @@ PHASES = ("hands out", "tells whose keys", "sends", "tells whose messages", "vot
 
 
 class Sum:
-    """A sum of sites of which some go away in one phase, or those of each phase in turn.
+    """A sum of sites, some of which drop out before given phases.
 
     Args:
         values: int64[n] of each site, or of how many sites.
@@ -47,7 +47,7 @@ class Sum:
         return self.alive
 
     def taken(self, site, handing):
-        """From whom a site has taken a parcel."""
+        """Return the sites whose parcels a site has taken."""
         return self.parts[site].take_parcels({j: self.parts[j].parcels[site] for j in handing if j != site})
 
     def join(self):
@@ -83,28 +83,28 @@ class Sum:
         return self.parts[reader].compute_total(self.messages, self.openings).tolist()
 
     def of(self, sites):
-        """What the sum of these sites is."""
+        """Return the sum of these sites' values."""
         return sum(self.values[k] for k in sites).tolist()
 
 
 @pytest.fixture(scope="module", params=[20, *nightly(50)])
-def dealt(request):
-    """Sites that have dealt their shares, which takes seconds; a fifth of them may go."""
+def dealt_sites(request):
+    """Return sites after dealing their shares, which takes seconds; a fifth of them may drop out."""
     n = request.param
     return {k: SecureSum(k, range(n), 1, n // 5, CONTEXT) for k in range(n)}
 
 
 @pytest.mark.parametrize("phase", ["sends", *nightly(*(one for one in PHASES if one != "sends"))])
-def test_a_fifth_of_many_sites_go_and_the_sum_of_those_in_it_is_exact(dealt, phase):
-    n = len(dealt)
-    sum_ = Sum(n, lost={phase: range(3, n, 5)}, parts=deepcopy(dealt)).until_opened()
+def test_the_sum_is_exact_when_a_fifth_of_many_sites_drop_out(dealt_sites, phase):
+    n = len(dealt_sites)
+    sum_ = Sum(n, lost={phase: range(3, n, 5)}, parts=deepcopy(dealt_sites)).until_opened()
     before = phase in PHASES[:3]  # later its message is in the sum
     inside = [k for k in range(n) if not (before and k % 5 == 3)]
     assert sum_.total(0) == sum_.of(inside) and sum_.parts[0].survivors == inside
 
 
 @pytest.mark.parametrize("n_sites", [4, 6, 9])
-def test_all_who_stay_read_the_same_whoever_goes_when(n_sites):
+def test_all_remaining_sites_read_the_same_sum_after_any_dropouts(n_sites):
     dropouts = (n_sites - 2) // 2
     for seed in range(8):
         rng = np.random.default_rng(seed)
@@ -117,7 +117,7 @@ def test_all_who_stay_read_the_same_whoever_goes_when(n_sites):
             assert sum_.total(reader) == sum_.of(inside), (seed, when)
 
 
-def test_a_site_whose_message_came_to_some_alone_is_left_out():
+def test_a_site_whose_message_reached_only_some_sites_is_left_out():
     sum_ = Sum(5).join().send()
     sum_.came[3] -= {1}
     sum_.vote().open()
@@ -126,7 +126,7 @@ def test_a_site_whose_message_came_to_some_alone_is_left_out():
         assert sum_.total(reader) == sum_.of((0, 2, 3, 4))
 
 
-def test_noise_is_at_least_the_plans_once_colluders_take_theirs_off_and_dropouts_are_gone():
+def test_noise_is_at_least_that_of_the_plan_despite_colluders_and_dropouts():
     n_sites, colluding, dropouts, sigma = 7, 2, 2, 2.0**14
     share = share_sigma(sigma, n_sites, colluding + dropouts)
     noise = [discrete_gaussian(share, 2000) for _ in range(n_sites)]
@@ -136,8 +136,8 @@ def test_noise_is_at_least_the_plans_once_colluders_take_theirs_off_and_dropouts
     assert share**2 * (n_sites - colluding - dropouts) >= sigma**2
 
 
-def test_nobody_reads_the_message_of_a_site_that_was_late():
-    """All that is ever opened of the others, its key of pairwise masks too, leaves its own mask on it."""
+def test_the_message_of_a_late_site_stays_masked():
+    """The others' opened values, its key of pairwise masks included, leave its self mask on the message."""
     values = [np.zeros(N, np.int64) for _ in range(5)]
     sum_ = Sum(values)
     secrets = sum_.parts[4]._seeds
@@ -158,7 +158,7 @@ def test_nobody_reads_the_message_of_a_site_that_was_late():
 
 
 class Adversary:
-    """Sites that put together what they know: all parcels that they were handed, and all that others open."""
+    """Colluding sites that combine their parcels and the others' openings."""
 
     def __init__(self, sum_, colluding):
         self.sum, self.sites = sum_, range(colluding)
@@ -169,13 +169,13 @@ class Adversary:
                     self.shares.setdefault((site, kind), {})[k + 1] = one[2 + kind]
 
     def hear(self, opener, opening):
-        """What an honest site opens, whichever seeds these are."""
+        """Record the openings of an honest site, of any seeds."""
         part = self.sum.parts[opener]
         for site, share in zip(part.participants, opening[1:], strict=True):
             self.shares[site, part._seed_kind(site)][opener + 1] = share
 
     def keys_of(self, site, votes):
-        """Which seeds of a site it can put together."""
+        """Return the seeds of a site that the adversary can recover."""
         key = self.sum.parts[0]._received[site]
         found = set()
         for kind in (0, 1):
@@ -185,8 +185,8 @@ class Adversary:
         return found
 
 
-def lied_to(n_sites, colluding, dropouts):
-    """Colluding sites tell one half of the honest ones that they have the last message, and the others that not."""
+def vote_with_liars(n_sites, colluding, dropouts):
+    """Return a sum whose colluding sites misinform half of the honest ones about the last message, and the votes."""
     sum_ = Sum(n_sites, colluding, dropouts).join()
     adversary = Adversary(sum_, colluding)
     sum_.send()
@@ -200,8 +200,8 @@ def lied_to(n_sites, colluding, dropouts):
 
 @pytest.mark.parametrize(("n_sites", "colluding", "dropouts"), [(5, 1, 1), (6, 1, 2), (9, 2, 3), (9, 4, 2)])
 def test_two_survivor_sets_are_never_opened(n_sites, colluding, dropouts):
-    """Colluding sites vote for both, to whom it suits; of no site do they get both keys, and one set at most opens."""
-    sum_, adversary, honest, votes = lied_to(n_sites, colluding, dropouts)
+    """Colluding sites vote for both sets; they recover both keys of no site, and at most one set opens."""
+    sum_, adversary, honest, votes = vote_with_liars(n_sites, colluding, dropouts)
     assert len(set(votes.values())) == 2
     opened_for = set()
     for k in honest:
@@ -216,16 +216,16 @@ def test_two_survivor_sets_are_never_opened(n_sites, colluding, dropouts):
         assert len(adversary.keys_of(site, vote_threshold(n_sites, colluding))) < 2
 
 
-def test_with_one_vote_less_two_sets_would_be_opened(monkeypatch):
-    """The same adversary wins where too few votes are asked for, so the test above can fail."""
+def test_a_lower_vote_threshold_would_open_two_survivor_sets(monkeypatch):
+    """The same adversary wins with a lower threshold, so the test above can fail."""
     monkeypatch.setattr(secagg, "vote_threshold", lambda n_sites, colluding: n_sites // 2)
-    sum_, adversary, honest, votes = lied_to(6, 1, 2)
+    sum_, adversary, honest, votes = vote_with_liars(6, 1, 2)
     for k in honest:
         adversary.hear(k, sum_.parts[k].open_shares(votes | dict.fromkeys(adversary.sites, votes[k])))
     assert adversary.keys_of(5, 3) == {0, 1} and len({votes[k] for k in honest}) == 2
 
 
-def test_no_two_sets_can_have_enough_votes():
+def test_two_survivor_sets_cannot_both_have_enough_votes():
     for n_sites in range(3, 60):
         for colluding in range(n_sites):
             votes = vote_threshold(n_sites, colluding)
@@ -244,15 +244,15 @@ def test_a_site_votes_once_and_opens_once():
     refused(lambda: SecureSum(0, range(5), 1, 1, CONTEXT).open_shares({}), "in order")
 
 
-def test_without_enough_votes_nothing_is_opened():
+def test_no_key_is_opened_without_enough_votes():
     sum_ = Sum(5).join().send().vote()
     few = {k: sum_.votes[k] for k in (0, 1, 2)}
     refused(lambda: sum_.parts[0].open_shares(few), "the sum is void: 3 sites agree", "4 must")
     refused(lambda: sum_.parts[0].open_shares(sum_.votes), "once")
 
 
-def test_who_masked_with_others_is_not_with_those_who_vote():
-    """A site that was told that others had not joined masks with fewer; its message is bound to that."""
+def test_a_site_that_masked_with_other_peers_is_left_out_of_the_vote():
+    """A misinformed site masks with fewer peers; its message is bound to this set."""
     sum_ = Sum(5)
     held = {k: sum_.taken(k, range(5)) for k in range(5)}
     for k in range(4):
@@ -268,46 +268,46 @@ def test_who_masked_with_others_is_not_with_those_who_vote():
         (lambda shares: shares[:-1], ("the sum is void: 2 sites opened", "3 must")),
     ],
 )
-def test_shares_that_do_not_fit_make_the_sum_void_in_one_line(spoil, words):
+def test_inconsistent_shares_void_the_sum_in_one_line(spoil, words):
     sum_ = Sum(4, lost={"opens": [3]}).until_opened()
     sum_.openings[1] = spoil(sum_.openings[1])
     refused(lambda: sum_.total(0), *words)
 
 
-def test_a_seed_that_a_site_shows_itself_is_held_against_its_key():
+def test_a_seed_that_a_site_opens_itself_is_checked_against_its_key():
     sum_ = Sum(4).until_opened()
     sum_.openings[1] = (bytes(16), *sum_.openings[1][1:])
     assert sum_.total(0) == sum_.of(range(4))  # from shares instead
 
 
-def test_a_parcel_that_is_none_counts_as_none():
+def test_an_invalid_parcel_counts_as_missing():
     sum_ = Sum(4)
     whole = {k: sum_.parts[k].parcels[0] for k in (1, 2, 3)}
     for bad in ((), whole[3][:3], (*whole[3][:3], bytes(15)), (*whole[3], b"")):
         assert SecureSum(0, range(4), 1, 1, CONTEXT).take_parcels(whole | {3: bad}) == [0, 1, 2]
 
 
-def test_too_few_who_stay_make_the_sum_void_and_cost_nothing_before_messages():
+def test_too_few_remaining_sites_void_the_sum_at_no_cost_before_messages():
     words = "the sum is void: 3 of 5 sites are left"
     refused(Sum(5, lost={"hands out": [3, 4]}).join, words, "--resume")
     refused(Sum(5, lost={"sends": [3, 4]}).join().send().vote, words)
 
 
-def test_a_site_that_the_others_did_not_hear_sends_nothing():
+def test_a_site_unheard_by_the_others_sends_no_message():
     sum_ = Sum(4)
     sum_.taken(0, range(4))
     refused(lambda: sum_.parts[0].join([{1, 2, 3}] * 3), "did not reach the others in time")
 
 
 @pytest.mark.parametrize(("n_sites", "colluding", "dropouts"), [(3, 1, 1), (2, 1, 0), (50, 1, 25), (9, 3, 3)])
-def test_what_cannot_work_is_refused_in_one_line(n_sites, colluding, dropouts):
+def test_too_few_sites_for_the_settings_are_refused_in_one_line(n_sites, colluding, dropouts):
     least = colluding + max(1, 2 * dropouts) + 1
     act = partial(require_enough_sites, n_sites, colluding, dropouts)
     refused(act, f"needs {least} sites or more, not {n_sites}", error=UsageError)
     require_enough_sites(least, colluding, dropouts)
 
 
-def test_those_who_stay_are_enough_to_agree_and_hide_each_other():
+def test_the_remaining_sites_suffice_to_agree_and_to_mask_each_other():
     for dropouts in range(1, 20):
         for colluding in range(1, 20):
             n_sites = colluding + 2 * dropouts + 1
@@ -316,6 +316,6 @@ def test_those_who_stay_are_enough_to_agree_and_hide_each_other():
             assert n_sites - dropouts - colluding >= 2
 
 
-def test_opened_is_noise_without_the_masks_of_who_is_gone():
+def test_the_sum_of_messages_looks_random_without_the_masks_of_dropped_sites():
     sum_ = Sum([np.zeros(N, np.int64) for _ in range(4)], lost={"sends": [3]}).until_opened()
     assert looks_random(sum_messages(list(sum_.messages.values())).view(np.uint64)) and sum_.total(1) == [0] * N

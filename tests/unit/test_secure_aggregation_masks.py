@@ -1,4 +1,4 @@
-"""Masked messages tell nothing alone, and their sum exactly."""
+"""A single masked message reveals no value, and the sum of all is exact."""
 
 import struct
 
@@ -24,19 +24,19 @@ N = 8000
 
 
 def pairs(n):
-    """(private keys, public keys) of so many sites."""
+    """Return (private keys, public keys) of a number of sites."""
     private = [X25519PrivateKey.generate() for _ in range(n)]
     return private, [KeyPair(one).public for one in private]
 
 
 def messages_of(values):
-    """What each site sends."""
+    """Return each site's message."""
     private, publics = pairs(len(values))
     return [mask_values(v, k, KeyPair(private[k]), publics, CONTEXT) for k, v in enumerate(values)]
 
 
 def looks_random(message):
-    """Each byte is as frequent as any other at each of the eight places of a number."""
+    """Return whether all bytes are equally frequent at each of the eight places of a number."""
     places = message.astype("<u8").view(np.uint8).reshape(-1, 8)
     counts = np.stack([np.bincount(place, minlength=256) for place in places.T])
     return all(p > SURE for p in chisquare(counts, axis=1).pvalue)
@@ -49,7 +49,7 @@ def secret(seed=0, n=N, most=2**30):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 70), st.integers(0, 2**32), st.sampled_from([-1, 1]))
 def test_the_sum_is_exact(n_sites, n, seed, end):
-    """Also of the largest values, and values and messages are left as they were."""
+    """The largest values are included, and values and messages stay unchanged."""
     most = 2**63 // n_sites
     values = np.random.default_rng(seed).integers(-most + 1, most, (n_sites, n))
     values[:, 0] = end * (most - 1)
@@ -62,7 +62,7 @@ def test_the_sum_is_exact(n_sites, n, seed, end):
     assert np.array_equal(values, given_) and np.array_equal(messages, sent)
 
 
-def test_one_message_alone_is_uniform_whatever_it_hides_and_says_nothing_beside_that_of_another_sum():
+def test_a_masked_message_is_uniform_for_any_value_and_independent_of_another_sum():
     values = [np.zeros(N, np.int64), np.full(N, 2**60), secret()]
     messages = messages_of(values)
     assert all(map(looks_random, messages))
@@ -71,8 +71,8 @@ def test_one_message_alone_is_uniform_whatever_it_hides_and_says_nothing_beside_
 
 
 @pytest.mark.parametrize("n_sites", [2, 3, 5])
-def test_all_messages_but_one_tell_nothing_of_any_value(n_sites):
-    """So a sum that lost a site cannot be read either, by whoever adds up what arrived."""
+def test_all_messages_but_one_reveal_no_value(n_sites):
+    """An incomplete sum of messages is therefore unreadable."""
     values = [secret(k) for k in range(n_sites)]
     messages = messages_of(values)
     assert not looks_random(sum_messages(messages).view(np.uint64))
@@ -105,7 +105,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("change", OTHERS)
 def test_another_context_or_other_public_keys_or_another_order_of_them_give_garbage(change):
-    """Of one of three sites."""
+    """One of three sites differs."""
     private, publics = pairs(3)
     place, theirs, context = 1, list(publics), OTHERS[change] or CONTEXT
     if change == "order":
@@ -130,7 +130,7 @@ def test_keys_mask_one_message_only():
 
 
 def mask_of(private, public, parts, n):
-    """X25519, HKDF (RFC 5869) and ChaCha20 (RFC 8439) with a nonce of zeros, the latter two by another library."""
+    """Compute X25519, HKDF (RFC 5869) and ChaCha20 (RFC 8439, nonce 0), the latter two by another library."""
     shared = private.exchange(X25519PublicKey.from_public_bytes(public))
     info = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
     key = HKDF(shared, 32, b"", SHA256, context=info)
@@ -138,7 +138,7 @@ def mask_of(private, public, parts, n):
 
 
 def test_masks_are_those_of_the_standards():
-    """So that another program can take part, and nothing is left out of what a key is derived from."""
+    """Another program can thus take part, and every input of the key derivation is covered."""
     private, publics = pairs(3)
     values, n = secret(3, 21), 21
     expected = values.view(np.uint64).copy()
@@ -164,13 +164,13 @@ ORDER_8 = bytes.fromhex("e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd8662051
         (lambda own: bytes(32), "can be computed by others"),
     ],
 )
-def test_public_keys_that_are_no_good_are_refused(peer, words):
+def test_invalid_public_keys_are_refused(peer, words):
     keys = KeyPair.generate()
     publics = [keys.public, peer(keys.public)]
     refused(lambda: mask_values(np.zeros(2, np.int64), 0, keys, publics, CONTEXT), words, error=WsiFlError)
 
 
-def test_what_does_not_fit_together_is_refused():
+def test_inconsistent_values_and_keys_are_refused():
     keys, zeros = KeyPair.generate(), np.zeros(2, np.int64)
     publics = [keys.public, KeyPair.generate().public]
 
@@ -188,7 +188,7 @@ def test_what_does_not_fit_together_is_refused():
     mask_values(zeros, 0, keys, publics, CONTEXT)  # nothing above has used the keys
 
 
-def test_messages_that_do_not_fit_together_are_refused():
+def test_inconsistent_messages_are_refused():
     first = np.zeros(3, np.uint64)
     for second in (np.zeros(2, np.uint64), np.zeros(3, np.int64), np.zeros(3), np.zeros((3, 1), np.uint64)):
         refused(lambda m=second: sum_messages([first, m]), "message 1", "uint64[3]", error=WsiFlError)
@@ -209,6 +209,6 @@ def test_noise_once_over_sites_that_add_up():
 
 
 @pytest.mark.parametrize("end", [-1, 1])
-def test_the_largest_values_do_not_run_over(end):
+def test_the_largest_values_do_not_overflow(end):
     values = [np.array([end * (2**63 // 3 - 1)])] * 3
     assert sum_messages(messages_of(values)).tolist() == [3 * end * (2**63 // 3 - 1)]

@@ -1,4 +1,4 @@
-"""The imaginary hospitals: slides open like real ones, and their outlines tell the truth about what was painted."""
+"""Simulated slides open like real ones, and their outlines match the simulated tumor."""
 
 import hashlib
 import xml.etree.ElementTree as ET
@@ -28,8 +28,8 @@ def digests(folder):
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def rasterized(xml):
-    """The annotation as a reader would paint it: pixel centres inside islands, holes last."""
+def rasterize_annotation(xml):
+    """Return the annotation as a mask: pixel centers inside islands, then holes."""
     mask = np.zeros((SIZE_PX, SIZE_PX), np.bool_)
     found = ET.parse(xml).getroot().findall("./Annotations/Annotation")
     for group, value in (("metastases", True), ("normal", False)):
@@ -40,7 +40,7 @@ def rasterized(xml):
 
 
 @pytest.mark.parametrize("slide", SLIDES[::3], ids=lambda s: s.name)
-def test_openslide_reads_the_painted_colours_at_the_right_scale(archive, slide):
+def test_openslide_reads_the_simulated_colors_at_the_right_scale(archive, slide):
     with openslide.OpenSlide(archive / f"training/center_{slide.site}/{slide.name}.tif") as opened:
         assert opened.level_dimensions == ((1024, 1024), (512, 512))
         assert all(float(opened.properties[f"openslide.mpp-{axis}"]) == pytest.approx(0.5) for axis in "xy")
@@ -59,12 +59,12 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(archive, t
 
 
 @pytest.mark.parametrize("slide", [s for s in SLIDES if s.is_positive], ids=lambda s: s.name)
-def test_outlines_are_the_truth_to_a_pixel_and_tumour_is_painted_there(archive, slide):
+def test_simulated_outlines_match_the_tumor_pixels_exactly(archive, slide):
     anatomy = slide.build_anatomy()
     truth = simulated_slides.tumor_mask(anatomy)
     border = sum(np.abs(np.diff(truth.astype(int), axis=axis)).sum() for axis in (0, 1))
     assert truth.mean() > 0.05
-    assert (rasterized(archive / f"annotations/{slide.name}.xml") != truth).sum() < 0.5 * border
+    assert (rasterize_annotation(archive / f"annotations/{slide.name}.xml") != truth).sum() < 0.5 * border
     painted = np.isin(anatomy.label, [k for k in TissueKind if k >= TissueKind.TUMOUR_SOLID])
     truth = truth[LABEL_PX // 2 :: LABEL_PX, LABEL_PX // 2 :: LABEL_PX]
     assert (painted & ~truth).sum() < 0.01 * truth.sum()  # a label covers 4 × 4 pixels

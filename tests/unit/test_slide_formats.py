@@ -1,4 +1,4 @@
-"""Slides that OpenSlide does not read: size, mpp, levels and pixels are their writers'; what is wrong is one line."""
+"""Formats that OpenSlide lacks are read with the writer's size, mpp, levels and pixels, or refused in one line."""
 
 import struct
 from functools import partial
@@ -51,7 +51,7 @@ def strips(folder, picture):
 
 
 def ome_path(folder):
-    """Where an OME-TIFF is written, if the libraries are here that read it."""
+    """Return the path for an OME-TIFF, or skip the test without the libraries that read it."""
     for module in ("zarr", "imagecodecs"):
         pytest.importorskip(module)
     return folder / "a.ome.tif"
@@ -145,7 +145,7 @@ def test_size_mpp_levels_and_pixels_are_the_writers(form, picture, tmp_path):
         assert step == 4.0 and np.abs(small - mean).mean() <= error + 1.5
 
 
-def test_what_a_file_is_its_content_says(picture, tmp_path):
+def test_a_file_is_identified_by_its_content(picture, tmp_path):
     path = png(tmp_path, picture).rename(tmp_path / "a.svs")
     with Slide(path) as slide:
         assert slide.vendor == "plain picture" and slide.size_l0 == (1300, 1100)
@@ -155,7 +155,7 @@ def test_what_a_file_is_its_content_says(picture, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["png", "jpeg", "tiff", "ome-tiff", "czi"])
-def test_a_cut_file_is_one_line_and_no_wrong_pixel(form, picture, tmp_path):
+def test_a_truncated_file_is_refused_in_one_line_without_wrong_pixels(form, picture, tmp_path):
     path = WRITERS[form](tmp_path, picture)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -218,7 +218,7 @@ def test_isyntax_is_read_by_its_library(monkeypatch, picture, tmp_path):
 
 
 @pytest.mark.skipif(not DICOM.exists(), reason="the material beside the project is not there")
-def test_parts_of_a_dicom_concatenation_are_read_together_and_a_lone_one_is_named(tmp_path):
+def test_parts_of_a_dicom_concatenation_are_read_together_and_a_single_part_is_named(tmp_path):
     whole = DICOM.read_bytes()
 
     def part(number):
@@ -249,36 +249,36 @@ def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(mo
     refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid")
 
 
-def saved(picture, name, **how):
+def save_picture(picture, name, **how):
     """Saved by Pillow."""
     return lambda folder: picture.save(folder / name, **how) or folder / name
 
 
-def written_tiff(pixels, **how):
+def write_gray_tiff(pixels, **how):
     return lambda folder: tifffile.imwrite(folder / "a.tif", pixels, **how) or folder / "a.tif"
 
 
 @pytest.fixture(scope="module")
 def unlike(picture):
-    """{what: (writer, the picture that is meant)}"""
+    """Return {description: (writer, the intended picture)}."""
     image, turn = Image.fromarray(picture), Image.Exif()
     palette, cmyk = image.quantize(64), image.convert("CMYK")
     turn[0x112] = 6  # to be turned clockwise
     opaque = (np.arange(1300) >= 600)[None].repeat(1100, 0)[..., None]
     clear = np.concatenate([picture * opaque, opaque * 255], 2).astype(np.uint8)
     return {
-        "palette": (saved(palette, "a.tif"), np.asarray(palette.convert("RGB"))),
-        "cmyk": (saved(cmyk, "a.tif"), np.asarray(cmyk.convert("RGB"))),
+        "palette": (save_picture(palette, "a.tif"), np.asarray(palette.convert("RGB"))),
+        "cmyk": (save_picture(cmyk, "a.tif"), np.asarray(cmyk.convert("RGB"))),
         "clear tiff": (
-            written_tiff(clear, photometric="rgb", extrasamples=["unassalpha"]),
+            write_gray_tiff(clear, photometric="rgb", extrasamples=["unassalpha"]),
             np.where(opaque, picture, 255),
         ),
-        "turned png": (saved(image, "a.png", exif=turn), np.rot90(picture, -1)),
+        "turned png": (save_picture(image, "a.png", exif=turn), np.rot90(picture, -1)),
     }
 
 
 @pytest.mark.parametrize("what", ["palette", "cmyk", "clear tiff", "turned png"])
-def test_a_plain_picture_is_seen_as_it_is_meant(unlike, tmp_path, what):
+def test_a_plain_picture_is_read_with_its_intended_colors(unlike, tmp_path, what):
     write, meant = unlike[what]
     with Slide(write(tmp_path), MPP) as slide:
         assert slide.size_l0 == (meant.shape[1], meant.shape[0])
@@ -288,7 +288,7 @@ def test_a_plain_picture_is_seen_as_it_is_meant(unlike, tmp_path, what):
 def channels_ome(n, dtype=np.uint8, **channel):
     said = {"axes": "CYX", "Channel": channel} if channel else {"axes": "CYX"}
     how = {"ome": True, "metadata": said, "photometric": "minisblack", "tile": (256, 256)}
-    return written_tiff(np.zeros((n, 600, 600), dtype), **how)
+    return write_gray_tiff(np.zeros((n, 600, 600), dtype), **how)
 
 
 def channels_zarr(n, **attributes):
@@ -307,10 +307,10 @@ def channels_czi(dtype, n):
 
 
 NO_COLOURS = {
-    "16-bit grey png": (saved(Image.new("I;16", (600, 600)), "a.png"), "more than 8 bits"),
-    "16-bit tiff": (written_tiff(np.zeros((600, 600, 3), np.uint16), photometric="rgb"), "16-bit RGB"),
-    "16-bit grey tiff": (written_tiff(np.zeros((600, 600), np.uint16)), "more than 8 bits"),
-    "bilevel tiff": (saved(Image.new("1", (600, 600)), "a.tif"), "black and white alone"),
+    "16-bit grey png": (save_picture(Image.new("I;16", (600, 600)), "a.png"), "more than 8 bits"),
+    "16-bit tiff": (write_gray_tiff(np.zeros((600, 600, 3), np.uint16), photometric="rgb"), "16-bit RGB"),
+    "16-bit grey tiff": (write_gray_tiff(np.zeros((600, 600), np.uint16)), "more than 8 bits"),
+    "bilevel tiff": (save_picture(Image.new("1", (600, 600)), "a.tif"), "black and white alone"),
     "ome-tiff of 2 channels": (channels_ome(2), "MINISBLACK"),
     "ome-tiff of 4 channels": (channels_ome(4), "axes CYX"),
     "ome-tiff of named stains": (channels_ome(3, Name=["DAPI", "FITC", "TRITC"]), "channels DAPI, FITC, TRITC"),
@@ -321,7 +321,7 @@ NO_COLOURS = {
     "ome-tiff of blue first": (channels_ome(3, Name=["Blue", "Green", "Red"]), "channels Blue, Green, Red"),
     "16-bit ome-tiff of 3 channels": (channels_ome(3, np.uint16), "1 × uint16"),
     "16-bit ome-tiff": (
-        written_tiff(np.zeros((600, 600, 3), np.uint16), ome=True, photometric="rgb", tile=(256, 256)),
+        write_gray_tiff(np.zeros((600, 600, 3), np.uint16), ome=True, photometric="rgb", tile=(256, 256)),
         "3 × uint16",
     ),
     "ome-zarr of 4 channels": (channels_zarr(4), "three channels"),
@@ -339,7 +339,7 @@ NO_COLOURS = {
 
 
 @pytest.mark.parametrize("what", NO_COLOURS)
-def test_pixels_that_are_no_colours_are_refused(tmp_path, what):
+def test_pixels_without_colors_are_refused(tmp_path, what):
     write, words = NO_COLOURS[what]
     path = write(tmp_path)
     refused(lambda: Slide(path, MPP), path.name, "a slide has", words)
@@ -386,7 +386,7 @@ def test_a_czi_of_16_bits_is_read_by_the_bits_that_it_uses(picture, tmp_path, bi
 
 
 def test_openslide_reads_no_czi_of_16_bits_that_uses_fewer():
-    """Told by its properties: nothing here writes a CZI that OpenSlide opens."""
+    """The properties are replaced: no library here writes a CZI for OpenSlide."""
     said = {"zeiss.Information.Image.PixelType": "Bgr48", "zeiss.Information.Image.ComponentBitCount": "14"}
     assert wastes_bits(said) and wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": ""})
     assert not wastes_bits({**said, "zeiss.Information.Image.ComponentBitCount": "16"})

@@ -1,4 +1,4 @@
-"""Names of slides and patients are compared as people read them, whichever system wrote them."""
+"""Names of slides and patients are compared as people read them, from any operating system."""
 
 from pathlib import Path
 from unicodedata import normalize
@@ -48,7 +48,7 @@ def test_patients_who_look_alike_are_one(tmp_path):
 
 
 @pytest.mark.parametrize("word", ["nan", "NA", "N/A", "none", "null", "-", "NaN", "<NA>", "#N/A", ""])
-def test_what_means_nothing_is_no_patient_and_no_label(tmp_path, word):
+def test_placeholders_are_no_patient_and_no_label(tmp_path, word):
     assert is_missing(word)
     root = archive(tmp_path, f"{HEADER}\na.tif,p,A,tumor\nb.tif,{word},A,tumor\n")
     refused(lambda: read_generic(root, site="A"), "slides.csv line 3", "patient is empty", "delete the row")
@@ -58,7 +58,7 @@ def test_what_means_nothing_is_no_patient_and_no_label(tmp_path, word):
 
 
 @pytest.mark.parametrize("name", ["0", "no", "Nandi", "Nona", "N1", "-1"])
-def test_what_only_looks_like_nothing_is_a_name(name):
+def test_names_that_resemble_placeholders_are_names(name):
     assert not is_missing(name)
 
 
@@ -73,19 +73,19 @@ def test_what_only_looks_like_nothing_is_a_name(name):
         ("a_1", "a-1", "spaces, dots, dashes and underscores"),
     ],
 )
-def test_names_that_do_not_meet_say_in_what_they_differ(wanted, there, difference):
+def test_unmatched_names_are_reported_with_their_difference(wanted, there, difference):
     line = describe_mismatch([wanted, "other"], [there, "another"])
     assert line.endswith(f"; {wanted} and {there} differ in {difference}") and "another" in line
     assert describe_mismatch(["k"], ["m"]) == "the table has k, the site m"
 
 
-def test_a_row_without_its_slide_says_which_may_be_meant(tmp_path):
+def test_a_row_without_a_slide_is_reported_with_similar_names(tmp_path):
     root = archive(tmp_path, f"{HEADER}\na.tif,p,A,tumor\nB.tif,q,A,tumor\n")
     _, aside = read_generic(root, site="A")
     assert aside[0].reason.startswith("no such slide file; B.tif and b.tif differ in upper and lower case")
 
 
-def test_companions_of_files_count_nowhere(tmp_path):
+def test_companion_files_of_macos_are_ignored(tmp_path):
     root = archive(tmp_path, f"{HEADER}\na.tif,p,A,tumor\n")
     for name in COMPANIONS:
         (root / "slides" / name).write_bytes(b"\0\5\x16\7")
@@ -100,7 +100,7 @@ def test_companions_of_files_count_nowhere(tmp_path):
     assert [site.n_slides for site in list_sites(camelyon, "camelyon17")] == [1]
 
 
-def test_companions_are_no_site_no_pipeline_and_no_class(tmp_path):
+def test_companion_files_are_no_site_no_pipeline_and_no_class(tmp_path):
     for folder, name in (("sites", "A"), ("pipelines", "small")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"{name}.toml").write_text(f'name = "{name}"' if folder == "sites" else "")
@@ -133,14 +133,14 @@ def test_an_outline_is_found_by_a_path_of_windows_and_by_a_name_composed_otherwi
         assert records[0].annotation.is_file()
 
 
-def test_a_decimal_comma_is_refused_with_what_to_write(tmp_path):
+def test_a_decimal_comma_is_refused_with_its_correction(tmp_path):
     root = generic(tmp_path, f"{HEADER};mpp\n".replace(",", ";") + "a.tif;p;A;tumor;0,25\n", ("a.tif",))
     refused(lambda: read_generic(root, site="A"), "slides.csv line 2", "mpp is '0,25'", "write 0.25")
     (root / "slides.csv").write_text((root / "slides.csv").read_text().replace("0,25", "0.25"))
     assert read_generic(root, site="A")[0][0].mpp_override == 0.25
 
 
-def test_a_split_table_fits_nothing_and_says_so_with_names_of_both(tmp_path):
+def test_an_unmatched_split_table_is_refused_with_names_of_both_tables(tmp_path):
     root = archive(tmp_path, f"{HEADER}\na.tif,p1,A,tumor\nb.tif,p2,A,tumor\n")
     table = tmp_path / "split.csv"
     sources = Sources("A", "sites/A.toml", (f"{root}/slides/*",), labels=root / "slides.csv", split=table)

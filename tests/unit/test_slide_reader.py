@@ -1,4 +1,4 @@
-"""Slides as arrays: exact pixels, right level, honest errors."""
+"""Slides are read as arrays with exact pixels, the right level and clear errors."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,7 +122,7 @@ def test_levels_of_odd_size_do_not_shift_the_picture(tmp_path):
         ((0.01, 0.01), "CENTIMETER", r"plausibly .*mpp_override"),
     ],
 )
-def test_mpp_is_what_the_slide_says_plausibly_or_what_is_given(tmp_path, mpp, unit, said):
+def test_mpp_is_the_plausible_value_of_the_slide_or_the_configured_one(tmp_path, mpp, unit, said):
     path = write_slide(tmp_path / "s.tif", mpp=mpp, unit=unit)
     with Slide(path) as slide:
         assert slide.thumbnail(100)[0].shape[1] == 100
@@ -139,7 +139,7 @@ def test_mpp_is_what_the_slide_says_plausibly_or_what_is_given(tmp_path, mpp, un
 
 
 @pytest.mark.parametrize(("max_px", "strip_px"), [(1000, 1 << 24), (420, 5000), (100, 1 << 24), (33, 5000)])
-def test_the_thumbnail_is_an_area_average_however_it_is_cut(smooth_slide, monkeypatch, max_px, strip_px):
+def test_the_thumbnail_is_an_area_average_for_any_strip_size(smooth_slide, monkeypatch, max_px, strip_px):
     monkeypatch.setattr(reader, "_STRIP_PX", strip_px)
     thumbnail, downsample = smooth_slide.thumbnail(max_px)
     assert downsample == pytest.approx(max(1, 420 / max_px)) and thumbnail.shape[1] == min(max_px, 420)
@@ -172,7 +172,7 @@ def test_a_damaged_tile_is_named_and_the_others_still_read(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["missing", "text", "empty", "truncated", "folder"])
-def test_what_is_no_slide_fails_in_one_line_that_names_it(tmp_path, kind):
+def test_a_file_that_is_no_slide_is_refused_by_name_in_one_line(tmp_path, kind):
     path = tmp_path / f"{kind}.tif"
     if kind == "folder":
         path.mkdir()

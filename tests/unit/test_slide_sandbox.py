@@ -1,4 +1,4 @@
-"""A slide that lies ends a child process, never the command; damaged slides give no wrong pixel."""
+"""A malformed slide ends a child process and never the command; damaged slides give no wrong pixel."""
 
 import io
 import os
@@ -30,8 +30,8 @@ openslide.OpenSlide(sys.argv[1]).read_region((0, 0), 0, (64, 64))
 """
 
 
-def lying(path: Path, *, tile_px=256, n_bytes=None) -> Path:
-    """A BigTIFF of one tile that states its size or its bytes."""
+def write_false_tiff(path: Path, *, tile_px=256, n_bytes=None) -> Path:
+    """Write a BigTIFF of one tile with a false size or a false number of bytes."""
     picture = io.BytesIO()
     Image.fromarray(np.full((256, 256, 3), 180, np.uint8)).save(picture, "JPEG")
     data = picture.getvalue()
@@ -69,13 +69,13 @@ LIES = {"bytes": {"n_bytes": 1 << 40}, "pixels": {"tile_px": 1 << 20}}
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_tile_of_2_to_the_40_ends_the_child_alone(tmp_path, fresh, lie):
-    path = lying(tmp_path / "a.tif", **LIES[lie])
+def test_a_tile_of_2_to_the_40_ends_only_the_child_process(tmp_path, fresh, lie):
+    path = write_false_tiff(tmp_path / "a.tif", **LIES[lie])
     bare = subprocess.run([sys.executable, "-c", OPENSLIDE, path], capture_output=True, check=False)
     if bare.returncode != -signal.SIGABRT:  # what would become of the command
         pytest.skip("this machine has the memory")
     refused(lambda: check_opens_safely(path), "a.tif", "ended the reader (SIGABRT); the file is damaged")
-    check_opens_safely(lying(tmp_path / "b.tif"))
+    check_opens_safely(write_false_tiff(tmp_path / "b.tif"))
 
 
 @pytest.mark.parametrize(
@@ -85,15 +85,15 @@ def test_a_tile_of_2_to_the_40_ends_the_child_alone(tmp_path, fresh, lie):
         ("input(); os.kill(os.getpid(), 9)", "killed twice (SIGKILL); is there too little memory?"),
     ],
 )
-def test_a_slide_over_which_the_child_waits_or_is_killed_twice_is_set_aside(slide, fresh, monkeypatch, code, said):
+def test_a_slide_that_hangs_or_kills_the_child_twice_is_excluded(slide, fresh, monkeypatch, code, said):
     command = [sys.executable, "-c", f"import os, signal, time; print('ready', flush=True); {code}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     monkeypatch.setattr("wsi_fl.slides.reading.probe._start_child", lambda: subprocess.Popen(command, **pipes))
     refused(lambda: check_opens_safely(slide), said)
 
 
-def test_a_ventana_slide_of_one_row_over_which_the_child_waits_is_named(tmp_path, fresh, monkeypatch):
-    """The file is never opened here: all that counts is what its XML says."""
+def test_a_ventana_slide_of_one_row_that_hangs_the_child_is_named(tmp_path, fresh, monkeypatch):
+    """The file is never opened here: only its XML matters."""
     for rows, why in ((1, "single row or column of tiles"), (2, "is its disk slow?")):
         path = tmp_path / f"{rows}.bif"
         xml = f'<EncodeInfo><AoiInfo XIMAGESIZE="64" NumRows="{rows}" NumCols="7"/></EncodeInfo>'.encode()
@@ -112,7 +112,7 @@ def test_a_child_that_was_killed_costs_no_slide(slide, fresh, seen):
     check_opens_safely(slide)
 
 
-def test_what_needs_too_much_memory_is_set_aside_whoever_reads_it(tmp_path, fresh):
+def test_a_slide_that_needs_too_much_memory_is_excluded_by_every_reader(tmp_path, fresh):
     zarr = pytest.importorskip("zarr")
     path, shape = tmp_path / "a.zarr", (3, 40_000, 40_000)
     group = zarr.open_group(str(path), mode="w", zarr_format=3)
@@ -148,12 +148,12 @@ def test_the_child_goes_when_its_parent_is_killed(slide):
     pytest.fail("the child lives on")
 
 
-def test_tile_sets_a_lying_slide_aside_and_goes_on(archive, slide, tmp_path):
+def test_tile_excludes_a_slide_with_false_sizes_and_continues(archive, slide, tmp_path):
     init_study(tmp_path / "study", archive=archive)
     study, folder = Study(tmp_path / "study"), tmp_path / "slides"
     folder.mkdir()
     shutil.copy(slide, folder / "good.tif")
-    lying(folder / "lie.tif", n_bytes=1 << 40)
+    write_false_tiff(folder / "lie.tif", n_bytes=1 << 40)
     rows = "slide,patient,site,label\ngood.tif,p,G,normal\nlie.tif,q,G,normal\n"
     (study.root / "slides.csv").write_text(rows)
     site = f'name = "G"\nreal = false\nslides = "{folder}/*.tif"\nlayout = "generic"\nlabels = "slides.csv"\n'
@@ -174,7 +174,7 @@ def test_damaged_slides_give_no_wrong_pixel():
     assert done.stderr.split("\n", 1)[1] == ""  # and nothing but the seed is said
 
 
-def test_a_pipe_is_no_slide_and_nobody_waits_for_it(tmp_path):
+def test_a_named_pipe_is_refused_as_a_slide_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "a.svs")
     check_opens_safely(tmp_path / "a.svs")
     refused(lambda: Slide(tmp_path / "a.svs"), "a.svs", "neither a file nor a folder")

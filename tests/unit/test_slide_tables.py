@@ -1,4 +1,4 @@
-"""Tables lose nothing: every row is used, of another site, or refused with its line; and none is cut by a terminal."""
+"""Every row of a table is used, assigned to another site, or refused with its line, and tables print whole."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ TABLE = f"{HEADER}\na.tif,p0,A,normal\nb.tif,p1,B,tumor\n\nc.tif,p2,A,tumor\n"
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
-def test_a_table_is_read_however_a_spreadsheet_writes_it(tmp_path, delimiter, encoding, ends):
+def test_a_table_is_read_in_any_format_of_spreadsheets(tmp_path, delimiter, encoding, ends):
     text = TABLE.replace(",", delimiter).replace("\n", ends)
     records, aside = read(archive(tmp_path, text.encode(encoding)))
     assert [(one.slide, one.patient) for one in records] == [("a", "p0"), ("c", "p2")] and aside == []
@@ -53,7 +53,7 @@ def test_every_row_is_accounted_for(tmp_path):
         ("b.tif,p\x1b[2J,A,tumor", ("line 3", "U+001B")),
     ],
 )
-def test_a_row_that_is_not_understood_is_refused_with_its_line(tmp_path, row, words):
+def test_an_invalid_row_is_refused_with_its_line(tmp_path, row, words):
     root = archive(tmp_path, f"{HEADER}\na.tif,p0,A,normal\n{row}\nd.tif,p3,A,tumor\n")
     refused(lambda: read(root), *words)
     refused(lambda: list_sites(root, "generic") and read(root), *words)
@@ -69,7 +69,7 @@ def test_a_row_that_is_not_understood_is_refused_with_its_line(tmp_path, row, wo
         (f"{HEADER},label\na.tif,p0,A,normal,tumor\n", ("column 'label' is there twice",)),
     ],
 )
-def test_a_table_that_is_none_says_why(tmp_path, table, words):
+def test_an_unreadable_table_is_refused_with_the_reason(tmp_path, table, words):
     refused(lambda: read(archive(tmp_path, table)), "slides.csv", *words)
 
 
@@ -103,14 +103,14 @@ def test_a_table_of_many_sites_can_be_read(capsys, monkeypatch, n):
     assert f" {14 * n} " not in said and f" {7 * n} " in said
 
 
-def test_slides_set_aside_are_named_and_the_rest_counted(capsys):
+def test_excluded_slides_are_named_and_the_rest_counted(capsys):
     print_lines(render_tile_lines(tile_document(1, n_failed=100_000)))
     said = capsys.readouterr().err
     assert "few patients are for the test (S1 1); `wsi-fl train --folds 5` tests each once" in said
     assert said.count("no such slide file") == 20 and "and 99980 more excluded" in said
 
 
-def test_a_site_that_will_not_be_tested_is_named(capsys, monkeypatch):
+def test_a_site_without_test_patches_is_named(capsys, monkeypatch):
     monkeypatch.setattr(console, "stderr", Console(stderr=True, width=400))
     document = tile_document(3)
     for row, n_healthy in zip(document["sites"], (3, 0), strict=False):

@@ -1,4 +1,4 @@
-"""Splits hold patients apart; samples balance labels; neither depends on the order of files."""
+"""Splits separate patients, samples balance labels, and neither depends on the order of files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_split_is_disjoint_stratified_and_independent_of_order(cohort, fraction,
     assert {r.slide: r.split for r in shuffled} == {r.slide: r.split for r in split}
 
 
-def test_seed_decides_who_is_held_out():
+def test_the_seed_decides_which_patients_are_held_out():
     cohort = [record(k, k, k % 2 == 0) for k in range(40)]
     draws = {tuple(r.split for r in assign_splits(cohort, test_fraction=0.2, seed=seed)) for seed in range(8)}
     assert len(draws) > 4
@@ -77,8 +77,8 @@ def test_splits_that_contradict_each_other_or_lack_a_patient_are_refused(splits,
     refused(lambda: assign_splits(cohort, test_fraction=0.2, seed=0), f"site C1: patient {said}")
 
 
-def sampled(label, slide, **settings):
-    """`sample_rows` with each patch's slide by name."""
+def sample_by_slide(label, slide, **settings):
+    """Return the rows of `sample_rows` with each patch's slide by name."""
     names, which = np.unique(slide, return_inverse=True)
     return sample_rows(label, which, names.tolist(), **settings)
 
@@ -91,9 +91,9 @@ ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=80).ma
 @given(rows=ROWS, balance=st.booleans(), cap=st.none() | st.integers(1, 12), seed=st.integers(0, 99))
 def test_sample_is_capped_per_slide_then_balanced(rows, balance, cap, seed):
     label, slide = rows
-    keep = sampled(label, slide, balance=balance, max_per_slide=cap, seed=seed)
+    keep = sample_by_slide(label, slide, balance=balance, max_per_slide=cap, seed=seed)
     assert keep.dtype == np.bool_ and keep.shape == label.shape
-    np.testing.assert_array_equal(keep, sampled(label, slide, balance=balance, max_per_slide=cap, seed=seed))
+    np.testing.assert_array_equal(keep, sample_by_slide(label, slide, balance=balance, max_per_slide=cap, seed=seed))
     available = {name: int((slide == name).sum()) for name in np.unique(slide)}
     for name, n in available.items():
         kept = int(keep[slide == name].sum())
@@ -108,8 +108,8 @@ def test_sample_is_capped_per_slide_then_balanced(rows, balance, cap, seed):
         assert keep.sum() == min(present, default=0) * len(present)
 
 
-def kept_by_slide(labels: dict[str, np.ndarray], **settings) -> dict[str, np.ndarray]:
-    """What is kept of each slide, of whose patches these are the labels."""
+def sample_each_slide(labels: dict[str, np.ndarray], **settings) -> dict[str, np.ndarray]:
+    """Return the sampled rows of each slide, given the labels of its patches."""
     names = list(labels)
     planned = SimpleNamespace(slide_name=names.__getitem__, load_labels=lambda k: labels[names[k]])
     keep = sample_patches(planned, range(len(labels)), max_per_slide=50, balance=False, **settings)
@@ -119,12 +119,12 @@ def kept_by_slide(labels: dict[str, np.ndarray], **settings) -> dict[str, np.nda
 def test_taking_a_slide_away_changes_no_decision_about_another():
     rng = np.random.default_rng(0)
     labels = {f"slide {k}": rng.integers(0, 2, 200) for k in range(20)}
-    whole = kept_by_slide(labels, seed=3)
+    whole = sample_each_slide(labels, seed=3)
     assert {int(keep.sum()) for keep in whole.values()} == {50}
     assert len({keep.tobytes() for keep in whole.values()}) == 20, "slides of one size draw apart"
     fewer = [{name: label for name, label in labels.items() if name != gone} for gone in labels]
     for rest in (*fewer, dict(reversed(labels.items()))):
-        for name, keep in kept_by_slide(rest, seed=3).items():
+        for name, keep in sample_each_slide(rest, seed=3).items():
             np.testing.assert_array_equal(keep, whole[name])
-    other = kept_by_slide(labels, seed=4)
+    other = sample_each_slide(labels, seed=4)
     assert not any(np.array_equal(other[name], keep) for name, keep in whole.items())

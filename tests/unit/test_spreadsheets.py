@@ -1,4 +1,4 @@
-"""Tables as spreadsheets leave them: separators they declare, names they shorten, headings people spell their way."""
+"""Tables of spreadsheets are read with declared separators and heading variants, and damaged names are refused."""
 
 from functools import partial
 
@@ -66,25 +66,25 @@ def test_zeros_that_a_formula_guards_are_the_name(tmp_path):
 
 
 @pytest.mark.parametrize("spelt", ["Split", "SPLIT", "split "])
-def test_a_column_that_is_spelt_otherwise_is_read(tmp_path, spelt):
+def test_a_column_with_another_spelling_is_read(tmp_path, spelt):
     text = f"Slide,PATIENT,Site,Label,{spelt},MPP\na.tif,p0,A,normal,test,0.25\nb.tif,p1,A,tumor,train,0.5\n"
     records, _ = read(archive(tmp_path, text))
     assert [(one.split, one.mpp_override) for one in records] == [("test", 0.25), ("train", 0.5)]
 
 
-def test_no_outline_is_lost_for_the_heading_of_its_column(tmp_path):
+def test_the_column_of_outlines_is_found_under_any_usual_heading(tmp_path):
     text = f"{HEADER},Annotations\na.tif,p0,A,tumor,a.geojson\n"
     refused(lambda: read(archive(tmp_path, text)), "line 2", "no such annotation", "a.geojson")
 
 
-def test_a_column_that_is_asked_for_is_not_renamed():
+def test_a_configured_column_is_not_renamed():
     header = ["Patient ID", "Diagnosis", "OS time", "Age"]
     assert normalize_columns(header, ["Diagnosis", "os_time"]) == ["patient_id", "Diagnosis", "os_time", "Age"]
     both = ["Label", "label", "Patient ID", "patient-id"]
     assert normalize_columns(both, ["label"]) == both  # which is meant is not for a program to say
 
 
-def test_features_beside_a_label_spelt_otherwise(tmp_path):
+def test_features_are_read_from_a_table_with_another_spelling_of_label(tmp_path):
     table = tmp_path / "features.csv"
     table.write_text("Label,Patient,f0,f1\nx,p0,1,2\ny,p1,3,4\n")
     x, labels, patients = _read_csv(table)
@@ -114,7 +114,7 @@ CBIOPORTAL = "#Patient Identifier\tSlide\n#Who it is\tIts file\n#STRING\tSTRING\
         ("sep=;\n# site and label\n", ";"),
     ],
 )
-def test_remarks_before_the_headings_are_passed_over(tmp_path, remarks, separator):
+def test_remarks_before_the_headings_are_skipped(tmp_path, remarks, separator):
     assert patients_of(tmp_path, remarks + TABLE.replace(",", separator)) == ["p0", "p1"]
     first = len(remarks.splitlines()) + 2
     for needed in ((), ("label",)):
@@ -124,7 +124,7 @@ def test_remarks_before_the_headings_are_passed_over(tmp_path, remarks, separato
 
 @pytest.mark.parametrize("needed", [["SEX"], ["OS_MONTHS", "SEX"], []])
 def test_a_remark_that_names_the_same_columns_is_still_none(tmp_path, needed):
-    """As in clinical tables of cBioPortal, which say above the headings what each column is for people."""
+    """Clinical tables of cBioPortal describe each column above the headings."""
     table = tmp_path / "data_clinical_patient.txt"
     remarks = "#Patient ID\tSex\tOS months\n#Identifier\tSex\tMonths\n#STRING\tSTRING\tNUMBER\n#1\t1\t1\n"
     table.write_text(f"{remarks}PATIENT_ID\tSEX\tOS_MONTHS\nTCGA-02\tMale\t4.5\n")

@@ -1,4 +1,4 @@
-"""Attacks on every unit of a letter, and letters that no honest site sends."""
+"""Membership attacks on class statistics, and refusal of forged class statistics."""
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ from wsi_fl.privacy.class_statistics import NoisyStatistics, explain_invalid_sta
 D = 24
 
 
-def a_cohort(n=300, planted=3, seed=0):
-    """Letters of n rows near each other, but for a few that lie where nobody else is."""
+def build_cohort(n=300, planted=3, seed=0):
+    """Return class statistics of n similar rows with a few outliers."""
     rng = np.random.default_rng(seed)
     head = SharedHead(2, D, projection=16)
     z = torch.from_numpy(rng.normal(size=(n, 16)) * np.where(np.arange(16) < 12, 0.1, 0.005))
@@ -32,8 +32,8 @@ def a_cohort(n=300, planted=3, seed=0):
     return torch.stack([head.pack_statistics(z[k : k + 1], y[k : k + 1]) for k in range(n)]).numpy(), y.numpy()
 
 
-def drawn(sigma, k, n):
-    """n times the noise of k sums."""
+def draw_noise(sigma, k, n):
+    """Return n draws of the noise of k sums."""
     stream, mechanism, zeros = (
         CipherStream.from_seed(0),
         NoisyStatistics(sigma, 1.0, 1),
@@ -47,8 +47,8 @@ def group(tail, attacker, name, rate="0.01"):
     return one["found"][rate]
 
 
-def test_outliers_are_found_without_noise_where_the_average_shows_nothing():
-    parts, y = a_cohort()
+def test_outliers_are_found_in_statistics_without_noise_where_the_average_is_safe():
+    parts, y = build_cohort()
     tail = measure_exposure(parts, 0.0, {"class 0": y == 0}, None)
     average, exposed = (group(tail, "population", name)["exact"] for name in ("all", "most exposed 1 %"))
     assert average < 0.05 and exposed > 0.9
@@ -56,9 +56,9 @@ def test_outliers_are_found_without_noise_where_the_average_shows_nothing():
     assert group(tail, "others", "all")["exact"] == 1.0 and tail["guaranteed"] is None and not tail["beyond"]
 
 
-def test_what_is_said_of_one_who_knows_no_others_is_what_such_an_attack_finds():
+def test_the_predicted_power_without_auxiliary_data_matches_the_attack():
     """Others are redrawn; the statistic is that of the likelihood ratio."""
-    parts, _ = a_cohort()
+    parts, _ = build_cohort()
     rng = np.random.default_rng(1)
     for noise in (0.0, 1.0):
         mu = compute_mu(parts, noise, others_known=False)
@@ -74,10 +74,10 @@ def test_what_is_said_of_one_who_knows_no_others_is_what_such_an_attack_finds():
 
 
 @pytest.mark.parametrize("sigma", [0.5, 3.7])
-def test_with_noise_nobody_is_found_beyond_the_guarantee(sigma, monkeypatch):
+def test_attacks_on_noisy_statistics_stay_within_the_guarantee(sigma, monkeypatch):
     monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 600)
-    parts, y = a_cohort()
-    noise = iter(drawn(sigma, parts.shape[1], 600))
+    parts, y = build_cohort()
+    noise = iter(draw_noise(sigma, parts.shape[1], 600))
     tail = measure_exposure(parts, sigma, {"class 1": y == 1}, lambda: next(noise))
     assert not tail["beyond"]
     for rate in _FALSE_POSITIVE_RATES:
@@ -93,14 +93,14 @@ def test_with_noise_nobody_is_found_beyond_the_guarantee(sigma, monkeypatch):
     assert exposed["exact"] / average > (2 if sigma < 1 else 1.2)  # which the average does not show
 
 
-def test_half_the_noise_that_was_promised_is_noticed():
-    parts, _ = a_cohort()
+def test_half_the_guaranteed_noise_is_detected():
+    parts, _ = build_cohort()
     noise = iter(np.random.default_rng(0).normal(size=(_NOISE_DRAWS, parts.shape[1])))
     assert "most exposed 1 %" in measure_exposure(parts, 2.0, {}, lambda: next(noise))["beyond"]
 
 
 def test_redraws_agree_with_the_closed_form():
-    parts, _ = a_cohort()
+    parts, _ = build_cohort()
     noise = np.random.default_rng(0).normal(size=(_NOISE_DRAWS, parts.shape[1]))
     shares = _empirical_tpr(parts, noise, 1.0, 0.01)
     exact = best_test_tpr(compute_mu(parts, 1.0), 0.01)
@@ -108,8 +108,8 @@ def test_redraws_agree_with_the_closed_form():
     assert off.max() < 6 and np.corrcoef(shares, exact)[0, 1] > 0.5
 
 
-def a_letter(n=60, sigma=2.0, *, rows=True, seed=0):
-    """(head, what it released, exact sums) of a hospital of n units of both classes."""
+def build_statistics(n=60, sigma=2.0, *, rows=True, seed=0):
+    """Return (head, its released statistics, exact sums) of a hospital of n rows of both classes."""
     rng, each = np.random.default_rng(seed), 1 if rows else 3
     head = SharedHead(2, D, projection=16, patients=not rows)
     x = torch.from_numpy(rng.normal(size=(n * each, D)).astype(np.float32))
@@ -117,20 +117,20 @@ def a_letter(n=60, sigma=2.0, *, rows=True, seed=0):
     exact = NoisyStatistics(sigma, 1.0, n, "row" if rows else "patient").clip_statistics(
         head, head.embed_rows(x), y, who
     )
-    return head, released(head, exact, sigma, torch.Generator().manual_seed(seed)), exact
+    return head, release_statistics(head, exact, sigma, torch.Generator().manual_seed(seed)), exact
 
 
-def released(head, exact, sigma, chance):
+def release_statistics(head, exact, sigma, chance):
     noisy = exact + sigma * torch.randn(len(exact), dtype=torch.float64, generator=chance)
     head.set_noisy_statistics(exact, *head.weight_by_precision(noisy, sigma**2) if sigma else (exact, 0.0))
     return head.sums.detach().clone()
 
 
 @pytest.mark.parametrize(("n", "sigma", "rows"), [(60, 2.0, True), (400, 0.5, True), (40, 2.0, False)])
-def test_honest_letters_are_refused_as_seldom_as_is_said(n, sigma, rows):
-    head, _, exact = a_letter(n, sigma, rows=rows)
+def test_honest_class_statistics_are_refused_at_the_stated_rate(n, sigma, rows):
+    head, _, exact = build_statistics(n, sigma, rows=rows)
     chance = torch.Generator().manual_seed(1)
-    letters = [released(head, exact, sigma, chance) for _ in range(500)]
+    letters = [release_statistics(head, exact, sigma, chance) for _ in range(500)]
     refused = sum(bool(explain_invalid_statistics(head, one, n, sigma, rows=rows, rate=0.01)) for one in letters)
     least = binom.ppf(1e-4, 500, 0.008) if rows else 0
     assert least <= refused <= binom.ppf(1 - 1e-4, 500, 0.01)
@@ -138,8 +138,8 @@ def test_honest_letters_are_refused_as_seldom_as_is_said(n, sigma, rows):
 
 
 @pytest.mark.parametrize("sigma", [0.0, 2.0])
-def test_forged_letters_are_refused(sigma):
-    head, letter, _ = a_letter(sigma=sigma)
+def test_forged_class_statistics_are_refused(sigma):
+    head, letter, _ = build_statistics(sigma=sigma)
     assert explain_invalid_statistics(head, letter, 60, sigma) == ""
     flipped = torch.cat([letter[:-2].view(2, -1).flip(0).flatten(), letter[-2:].flip(0)])
     assert (
@@ -160,8 +160,8 @@ def test_forged_letters_are_refused(sigma):
     assert "noise has a deviation" in explain_invalid_statistics(head, louder, 60, sigma)
 
 
-def test_what_passes_moves_the_sum_by_no_more_than_its_units_and_noise():
-    head, letter, _ = a_letter()
+def test_accepted_statistics_move_the_sum_by_at_most_their_rows_and_noise():
+    head, letter, _ = build_statistics()
     worst_case = torch.zeros_like(letter)
     worst_case[0], worst_case[16] = 57.0, 17.0  # all rows of one class, in one direction
     worst_case[-2:] = 4.0
@@ -171,8 +171,8 @@ def test_what_passes_moves_the_sum_by_no_more_than_its_units_and_noise():
     assert not explain_invalid_statistics(head, worst_case, 60, 2.0)
 
 
-def test_a_head_without_a_letter_is_that_of_the_others():
-    heads = [a_letter(seed=k)[0] for k in range(3)]
+def test_a_head_without_the_statistics_of_one_site_is_that_of_the_other_sites():
+    heads = [build_statistics(seed=k)[0] for k in range(3)]
     SharedHead.combine(heads)
     left = head_excluding_site(heads[0], heads[2].released)
     SharedHead.combine(heads[:2])

@@ -1,4 +1,4 @@
-"""What others wrote reaches a terminal or a page as letters alone: nothing moves a cursor, hides or turns round."""
+"""Text of others reaches a terminal or page as printable characters without control sequences."""
 
 import json
 
@@ -15,15 +15,15 @@ EVIL = "\x1b[2J\x1b]0;owned\x07 \u202egnp\u2066\u200b\x9b31m \u2028[bold red]C1[
 HIDDEN = "\x1b\x07\u202e\u2066\u200b\x9b\u2028"
 
 
-def shown(text):
+def check_visible(text):
     assert not set(text) & set(HIDDEN), ascii(text)
     return text
 
 
-def test_what_letters_say_stays():
+def test_printable_text_is_unchanged():
     text = "Universitätsklinik 病院, site\tC1\nε = 1.0\u00a0(δ)"
     assert make_printable(text) == text and len(make_printable(EVIL)) == len(EVIL)
-    shown(make_printable(EVIL + "\ud800"))
+    check_visible(make_printable(EVIL + "\ud800"))
 
 
 def test_a_page_has_no_escapes():
@@ -31,7 +31,7 @@ def test_a_page_has_no_escapes():
     loss = {"site": EVIL, "round": 1, "reason": EVIL}
     sums = {"messages": 1, "bytes": 1, "seconds": 1.0}
     summary = {"run": EVIL, "method": "proxyfl", "seconds": 1.0, "sites": [row], "losses": [loss]}
-    shown(render_coordinator(summary | {"communication": sums}, None))
+    check_visible(render_coordinator(summary | {"communication": sums}, None))
 
 
 def bars():
@@ -60,10 +60,10 @@ def failure():
     ],
     ids=["line", "bars", "table", "failure", "json"],
 )
-def test_nothing_on_a_terminal_has_escapes_or_takes_orders(capsys, monkeypatch, tell, times):
+def test_terminal_output_has_no_escapes_and_no_markup_of_others(capsys, monkeypatch, tell, times):
     monkeypatch.setattr(console, "stderr", Console(stderr=True, width=200, highlight=False))
     monkeypatch.setattr(program, "app", fails)
     tell()
     said = capsys.readouterr()
-    assert shown(said.out + said.err).count("[bold red]C1[/]") == times
+    assert check_visible(said.out + said.err).count("[bold red]C1[/]") == times
     assert not said.out or json.loads(said.out) == {"said": EVIL}

@@ -1,4 +1,4 @@
-"""TIFF of no known scanner: pixels that are colours are read right, others are refused by name, whoever reads them."""
+"""TIFF of unknown scanners: color pixels are read correctly by every reader, others are refused by name."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def write(path, pixels=PICTURE, **how):
 
 
 def write_pages(path, *pages):
-    """Pages of (pixels, what is said of them)."""
+    """Write pages of (pixels, their tags)."""
     with tifffile.TiffWriter(path) as tif:
         for pixels, how in pages:
             usual = {"photometric": "rgb" if pixels.ndim == 3 else "minisblack", "compression": "deflate"}
@@ -66,7 +66,7 @@ NO_COLOURS = {
 
 
 @pytest.mark.parametrize("what", NO_COLOURS)
-def test_tiles_that_are_no_colours_of_8_bits_are_refused_by_what_they_are(tmp_path, what):
+def test_tiles_without_8_bit_colors_are_refused_with_their_format(tmp_path, what):
     pixels, how, words = NO_COLOURS[what]
     path = write(tmp_path / "a.tif", pixels, **how)
     for reader in ("auto", "openslide"):
@@ -80,7 +80,7 @@ def test_a_scanners_tiff_of_16_bits_is_refused_too(tmp_path):
 
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("n", [2, 4])
-def test_several_pictures_of_one_size_are_no_slide(tmp_path, n, tiled):
+def test_several_pictures_of_one_size_are_refused(tmp_path, n, tiled):
     how = {} if tiled else {"tile": None}
     pages = [(np.roll(GREY, 9 * k, 0), how) for k in range(n)]
     refused(partial(Slide, write_pages(tmp_path / "a.tif", *pages)), "a.tif", f"holds {n} of one size")
@@ -94,7 +94,7 @@ def test_an_imagej_stack_is_no_slide(tmp_path):
 
 
 def meanings():
-    """What → (pixels, how they are written, the colours that are meant by them, as Pillow has them)."""
+    """Return description → (pixels, writer options, the intended colors by Pillow)."""
     alpha, clear = np.full((200, 264, 1), 255, np.uint8), np.zeros((200, 264, 1), np.uint8)
     alpha[:, :100] = 0
     over = np.where(alpha > 0, PICTURE, 255)
@@ -118,7 +118,7 @@ def meanings():
 
 
 @pytest.mark.parametrize("what", meanings())
-def test_tiles_of_other_colours_are_what_they_mean(tmp_path, what):
+def test_tiles_in_other_color_spaces_are_converted(tmp_path, what):
     pixels, how, meant = meanings()[what]
     with Slide(write(tmp_path / "a.tif", pixels, **how)) as slide:
         seen = slide.read((0, 0), 200, MPP).astype(int)
@@ -171,7 +171,7 @@ def missing(name):
     raise ModuleNotFoundError(name=name)
 
 
-def test_a_codec_that_nobody_reads_is_refused_by_its_number(tmp_path):
+def test_an_unsupported_codec_is_refused_by_its_number(tmp_path):
     for module in ("zarr", "imagecodecs"):
         pytest.importorskip(module)
     path = write_codec(tmp_path / "a.tif", "lzma")
@@ -184,7 +184,7 @@ def test_a_codec_that_nobody_reads_is_refused_by_its_number(tmp_path):
     refused(partial(Slide, path), "a.tif", "codec 52479", "no library here reads", "tiles of JPEG")
 
 
-def test_a_codec_of_16_bits_or_of_several_pages_is_refused_as_any(tmp_path):
+def test_16_bits_or_several_pages_are_refused_with_any_codec(tmp_path):
     pytest.importorskip("imagecodecs")
     deep = write_pages(tmp_path / "a.tif", (PICTURE.astype(np.uint16), {"compression": "lzma"}))
     refused(partial(Slide, deep), "16-bit RGB")
@@ -242,7 +242,7 @@ def test_masks_of_overviews_are_no_levels(tmp_path, what):
         assert np.abs(slide.thumbnail(66)[0].astype(int) - quarter).max() <= 1
 
 
-def test_a_level_whose_sides_are_reduced_differently_is_none(tmp_path):
+def test_a_picture_with_differently_reduced_sides_is_no_level(tmp_path):
     other = np.zeros((100, 176, 3), np.uint8)  # 2.0 and 1.5
     path = write_pages(
         tmp_path / "a.tif",
@@ -260,7 +260,7 @@ def test_a_level_whose_sides_are_reduced_differently_is_none(tmp_path):
         )
 
 
-def test_a_damaged_list_of_directories_is_told(tmp_path):
+def test_a_damaged_list_of_directories_is_reported(tmp_path):
     path = tmp_path / "a.tif"
     with tifffile.TiffWriter(path) as tif:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Tissue against background, padding and ink; and its share of a patch."""
+"""Tissue is separated from background, padding and ink, and its share of a patch is exact."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def scene(background=(240, 238, 242), tissue=PINK, noise=2.0):
     return image, np.random.default_rng(0).normal(0, noise, image.shape)
 
 
-def shown(image, noise):
+def add_noise(image, noise):
     return np.clip(image + noise, 0, 255).round().astype(np.uint8)
 
 
@@ -45,7 +45,7 @@ def is_disc(mask):
 @pytest.mark.parametrize("tissue", [PINK, PALE, DARK])
 @pytest.mark.parametrize("background", [(255, 255, 255), (232, 226, 234)])
 def test_pale_and_dark_tissue_is_found_on_every_background(background, tissue, mpp):
-    assert is_disc(tissue_mask(shown(*scene(background, tissue)), mpp))
+    assert is_disc(tissue_mask(add_noise(*scene(background, tissue)), mpp))
 
 
 @pytest.mark.parametrize("mpp", [4.0, None])
@@ -54,7 +54,7 @@ def test_ink_is_background_beside_tissue_and_upon_it(ink, mpp):
     image, noise = scene()
     image[60:130, 290:380] = INKS[ink]
     image[120:180, 100:190] = INKS[ink]
-    mask = tissue_mask(shown(image, noise), mpp)
+    mask = tissue_mask(add_noise(image, noise), mpp)
     assert mask[55:135, 285:385].mean() < 0.02 and mask[125:175, 105:185].mean() < 0.02
     assert mask[DISC].mean() > 0.6
 
@@ -63,29 +63,29 @@ def test_ink_is_background_beside_tissue_and_upon_it(ink, mpp):
 def test_black_padding_is_background(mpp):
     image, noise = scene()
     image[:, 320:] = image[:30] = 0
-    assert is_disc(tissue_mask(shown(image, noise), mpp))
+    assert is_disc(tissue_mask(add_noise(image, noise), mpp))
 
 
 @pytest.mark.parametrize("tissue", [PINK, PALE, DARK])
 def test_a_slide_full_of_tissue_is_all_tissue(tissue):
     image = np.broadcast_to(np.array(tissue, float), (H, W, 3))
-    assert tissue_mask(shown(image, scene(noise=4.0)[1]), 30.0).mean() > 0.99
+    assert tissue_mask(add_noise(image, scene(noise=4.0)[1]), 30.0).mean() > 0.99
 
 
 def test_specks_are_dropped_and_small_holes_filled():
     image, noise = scene()
     image[20:24, 360:364] = PINK  # 4 px of 10 µm: 1600 µm²
     image[148:153, 148:153] = 242
-    mask = tissue_mask(shown(image, noise), 10.0)
+    mask = tissue_mask(add_noise(image, noise), 10.0)
     assert not mask[10:40, 340:380].any() and mask[140:160, 140:160].all()
     image[120:180, 120:180] = 242
-    assert not tissue_mask(shown(image, noise), 10.0)[140:160, 140:160].any()
+    assert not tissue_mask(add_noise(image, noise), 10.0)[140:160, 140:160].any()
 
 
 @pytest.mark.parametrize(("colour", "share"), [((243,) * 3, 0), ((0,) * 3, 100), (INKS["green"], 100)])
 @pytest.mark.parametrize("noise", [0.0, 3.0])
-def test_nothing_found_is_an_error_with_numbers(colour, share, noise):
-    noisy = shown(np.full((H, W, 3), colour, float), np.random.default_rng(0).normal(0, noise, (H, W, 3)))
+def test_a_slide_without_tissue_is_an_error_with_numbers(colour, share, noise):
+    noisy = add_noise(np.full((H, W, 3), colour, float), np.random.default_rng(0).normal(0, noise, (H, W, 3)))
     words = f"{share}% of the thumbnail is black or ink"
     refused(lambda: tissue_mask(noisy, 30.0), words, error=NoTissueError)
     assert issubclass(NoTissueError, WsiFlError)

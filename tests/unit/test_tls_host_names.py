@@ -1,4 +1,4 @@
-"""A hospital's connection to the server is to the host whose name the certificate has, and to no other."""
+"""A hospital connects only to a server whose certificate has the configured host name."""
 
 import socket
 import ssl
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip 
 
 
 @pytest.fixture(scope="module")
-def called(tmp_path_factory):
-    """The port of a server with its kit on 127.0.0.1, who got through to it, and the kit of a hospital."""
+def kit_server(tmp_path_factory):
+    """Return the port of a server with its kit on 127.0.0.1, the list of its clients, and the kit of a hospital."""
     folder = tmp_path_factory.mktemp("called")
     provision_federation(folder, federation="one", server="localhost:1", sites=["C1"])
     startup, through = folder / "server" / "startup", []
@@ -37,8 +37,8 @@ def called(tmp_path_factory):
     listener.close()
 
 
-def by_flare(kit, host, port):
-    """FLARE's driver, which a client, the process of a job and the coordinator use."""
+def connect_by_flare(kit, host, port):
+    """Connect by FLARE's driver, as a client, a job process and the coordinator do."""
     from nvflare.fuel.f3.drivers.aio_http_driver import AioHttpDriver
 
     startup = kit / "startup"
@@ -49,7 +49,7 @@ def by_flare(kit, host, port):
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_a_server_by_another_name_is_left(called, monkeypatch, checked):
+def test_a_server_with_another_host_name_is_refused(kit_server, monkeypatch, checked):
     from nvflare.fuel.f3.drivers import aio_http_driver, net_utils
     from nvflare.fuel.f3.drivers.aio_http_driver import AioHttpDriver
 
@@ -60,17 +60,17 @@ def test_a_server_by_another_name_is_left(called, monkeypatch, checked):
     monkeypatch.setattr(aio_http_driver, "aiohttp", aio_http_driver.aiohttp)
     if checked:  # what is tested here is that FLARE itself looks at no name, and that it does then
         patch_connections()
-    port, through, kit = called
+    port, through, kit = kit_server
     for host, welcome in (("localhost", True), ("127.0.0.1", not checked)):
         through.clear()
         with pytest.raises(Exception) as ended:
-            by_flare(kit, host, port)
+            connect_by_flare(kit, host, port)
         assert bool(through) == welcome and ("certificate is not valid for" in str(ended.value)) != welcome
 
 
 @pytest.mark.parametrize("module", ["client", "job", "jobs"])
-def test_all_that_connects_checks_names(module, monkeypatch):
-    """A client and its jobs as soon as they are processes, the coordinator's commands as soon as they connect."""
+def test_every_connection_checks_host_names(module, monkeypatch):
+    """Clients and job processes check from their start, the coordinator's commands from their connection."""
     from wsi_fl.hospitals.flare import jobs, processes
 
     checked = []

@@ -1,4 +1,4 @@
-"""Graphs as matrices: mass is kept, one message a site, everyone hears of everyone, whoever is there."""
+"""Topologies as matrices keep mass, send one message a site, and reach every present site."""
 
 import json
 
@@ -37,7 +37,7 @@ def assert_column_stochastic(matrix, n):
 
 @st.composite
 def documents(draw, n):
-    """A file over a ring and some more edges, of which some senders weigh theirs."""
+    """Draw a file over a ring and some more edges, some of them with weights."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     chosen = []
     for _ in range(draw(st.integers(1, 3))):
@@ -50,7 +50,7 @@ def documents(draw, n):
 
 
 @given(topologies, st.integers(1, 17), rounds, self_weights)
-def test_every_column_sums_to_one_and_one_site_alone_sends_nothing(topology, n, round_, self_weight):
+def test_every_column_sums_to_one_and_a_single_site_sends_no_message(topology, n, round_, self_weight):
     for matrix in topology(n, round_, self_weight):
         assert_column_stochastic(matrix, n)
     assert topology(1, round_, 0.5) == find_topology("none")(4, round_, 0.0) == []
@@ -81,7 +81,7 @@ def test_peers_are_powers_of_two_away_in_turn(n, start):
 
 @settings(max_examples=10)
 @given(st.integers(2, 12), st.integers(0, 2**32), st.integers(0, 100))
-def test_random_peers_meet_everybody_sooner_or_later(n, seed, start):
+def test_random_peers_reach_every_site_in_the_end(n, seed, start):
     drawn = random_permutation(seed)
     met = {list_receivers(drawn(n, start + t, 0.0)[0], 0)[0] for t in range(40 * n)}
     assert met == set(range(1, n))
@@ -100,7 +100,7 @@ def attendance(draw):
 
 
 @given(topologies, attendance(), rounds, self_weights)
-def test_among_those_present_it_is_the_smaller_graph_and_the_absent_keep_what_they_have(
+def test_the_graph_of_present_sites_is_the_smaller_graph_and_absent_sites_keep_their_mass(
     topology, who, round_, self_weight
 ):
     n, present = who
@@ -115,7 +115,7 @@ def test_among_those_present_it_is_the_smaller_graph_and_the_absent_keep_what_th
         assert np.array_equal(hop[absent], np.eye(n)[absent])
 
 
-def test_the_hub_of_a_star_is_the_first_site_present_and_a_ring_goes_round_those():
+def test_the_hub_of_a_star_is_the_first_present_site_and_a_ring_links_present_sites():
     gather, broadcast = list_hops(graphs.star, 5, [4, 2, 3], 0)
     assert [list_senders(gather, site) for site in range(5)] == [[], [], [3, 4], [], []]
     assert list_receivers(broadcast, 2) == [3, 4]
@@ -130,8 +130,8 @@ def coming_and_going(draw):
 
 
 @given(coming_and_going(), st.booleans())
-def test_who_leaves_hands_all_to_the_next_present_site(who, listed):
-    """`present` may or may not list the leaving ones still."""
+def test_a_leaving_site_hands_all_mass_to_the_next_present_site(who, listed):
+    """`present` may or may not contain the leaving sites."""
     n, leaving, present = who
     matrix = graphs.build_handover(n, leaving, present + leaving if listed else present)
     assert_column_stochastic(matrix, n)
@@ -143,7 +143,7 @@ def test_who_leaves_hands_all_to_the_next_present_site(who, listed):
 
 
 @given(coming_and_going(), st.booleans())
-def test_who_returns_shares_evenly_with_the_site_before_it_and_others_of_its_guests(who, listed):
+def test_a_returning_site_shares_evenly_with_its_host_and_other_returning_sites(who, listed):
     n, returning, present = who
     matrix = graphs.build_welcome(n, returning, present + returning if listed else present)
     assert_column_stochastic(matrix, n)
@@ -160,7 +160,7 @@ def test_who_returns_shares_evenly_with_the_site_before_it_and_others_of_its_gue
 
 
 @given(st.integers(2, 7).flatmap(lambda n: st.tuples(st.just(n), documents(n))), rounds, self_weights)
-def test_a_file_gives_each_edge_its_weight_or_an_equal_part_of_what_is_not_kept(case, round_, self_weight):
+def test_a_graph_file_gives_each_edge_its_weight_or_an_equal_share_of_the_rest(case, round_, self_weight):
     n, document = case
     (matrix,) = parse_graph(document, names_of(n))(n, round_, self_weight)
     assert_column_stochastic(matrix, n)
@@ -184,7 +184,7 @@ def test_a_site_without_edges_keeps_all_and_a_round_without_edges_sends_nothing(
     st.integers(2, 7).flatmap(lambda n: st.tuples(st.just(n), documents(n), st.sets(st.integers(0, n - 1)))),
     self_weights,
 )
-def test_whoever_is_absent_from_a_file_no_weight_runs_dry(case, self_weight):
+def test_no_weight_vanishes_in_a_custom_graph_with_any_sites_absent(case, self_weight):
     """The bound of a strongly connected part is its shares' product along any path, far above 1e-40."""
     n, document, present = case
     graph = parse_graph(document, names_of(n))
@@ -214,7 +214,7 @@ BOTH_WAYS = [["S1", "S2", 0.2], ["S1", "S3", 0.4], ["S2", "S1"], ["S2", "S3"], [
         (CIRCLE, [], 0.5, []),
     ],
 )
-def test_what_was_meant_for_the_absent_goes_to_the_other_receivers(edges, present, self_weight, wanted):
+def test_the_share_of_absent_receivers_goes_to_the_present_receivers(edges, present, self_weight, wanted):
     graph = parse_graph({"rounds": [edges]}, names_of(3))
     np.testing.assert_allclose(list_hops(graph, 3, present, 0, self_weight), wanted)
     assert list_hops(graph, 3, [0, 1, 2], 0, 0.25)[0].tolist() == graph(3, 0, 0.25)[0].tolist()
@@ -258,7 +258,7 @@ def test_a_file_that_is_no_graph_is_refused_in_one_line(tmp_path, document, word
     refused(lambda: graphs.read_graph(path, names_of(3)), "graph.json", *words)
 
 
-def test_whether_weights_run_dry_depends_on_the_self_weight_and_on_all_rounds_together():
+def test_vanishing_of_weights_depends_on_the_self_weight_and_on_all_rounds():
     merge = graphs.Graph(("A", "B"), ((graphs.Edge(0, 1),),), "g.json")
     refused(lambda: merge.check_weights(0.0), "g.json: round 1", "A sends all")
     refused(lambda: merge.check_weights(0.5), "A sends gets to B")
@@ -271,14 +271,14 @@ def test_whether_weights_run_dry_depends_on_the_self_weight_and_on_all_rounds_to
 
 
 def test_the_order_of_rounds_can_drain_a_site_though_every_edge_has_a_way_back():
-    """Without self-weight what A and B have is never where the edges to C begin."""
+    """Without self-weight the mass of A and B is never at the start of an edge to C."""
     drain = [["B", "C"], ["C", "B"]], [["A", "B"], ["B", "A"], ["B", "C"], ["C", "A"]]
     graph = parse_graph({"rounds": list(drain)}, ["A", "B", "C"])
     refused(lambda: graph.check_weights(0.0), "what C sends gets to A")
     graph.check_weights(0.25)
 
 
-def test_a_graph_has_no_more_hops_than_a_round_has_room_for():
+def test_a_graph_with_too_many_hops_for_a_round_is_refused():
     def hops(number):
         return lambda n_sites, round_, self_weight=0.0: graphs.ring(n_sites, round_) * number
 
@@ -288,7 +288,7 @@ def test_a_graph_has_no_more_hops_than_a_round_has_room_for():
     refused(lambda: list_hops(hops(2), 4, range(4), 2, max_hops=1), "has 2 hops; at most 1")
 
 
-def test_who_listens_sends_nothing_in_a_graph_of_names_either():
+def test_a_listening_site_sends_no_message_in_a_custom_graph():
     graph = parse_graph({"rounds": [[["L", "A"], ["A", "B"], ["B", "L"], ["B", "A"]]]}, ["L", "A", "B"], "g")
     (matrix,) = list_hops(graph, 3, [1, 2], 0, 0.5, listening=[0])
     assert list_receivers(matrix, 0) == [] and list_receivers(matrix, 1) == [2] and list_receivers(matrix, 2) == [0, 1]

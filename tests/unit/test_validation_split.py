@@ -1,4 +1,4 @@
-"""Who answers for a site: by a validation split, or a stack of both models."""
+"""A site's prediction model is chosen by a validation split or is an ensemble of both models."""
 
 import json
 
@@ -25,8 +25,8 @@ def run(study, *overrides, method="proxyfl"):
     return study.root / train(study, method=method, overrides=overrides, backend="local")["run"]
 
 
-def evaluated(study, path, *overrides):
-    """The rows of an evaluation."""
+def evaluate_rows(study, path, *overrides):
+    """Return the rows of an evaluation."""
     return evaluate(study, str(path), overrides=overrides)["sites"]
 
 
@@ -34,8 +34,8 @@ def choice_of(path, site):
     return json.loads((path / "sites" / site / "prediction_model.json").read_text())
 
 
-def certain(classes, n_classes=2):
-    """Probabilities of a model that says these classes."""
+def predict_classes(classes, n_classes=2):
+    """Return probabilities of a model that predicts these classes."""
     return np.eye(n_classes)[np.asarray(classes)] * 0.8 + 0.2 / n_classes
 
 
@@ -46,7 +46,7 @@ def examples(patients):
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.9])
-def test_whole_patients_are_held_out_and_the_same_ones_again(fraction):
+def test_whole_patients_are_held_out_reproducibly(fraction):
     everyone = np.array([f"p{k // 4}" for k in range(1600)])
 
     def drawn(seed=3, **given):
@@ -61,7 +61,7 @@ def test_whole_patients_are_held_out_and_the_same_ones_again(fraction):
     assert len(drawn(holdout=HoldoutDraw(b"a"))) == pytest.approx(400 * fraction, abs=spread)
 
 
-def test_no_other_patient_decides_who_is_held_out():
+def test_the_validation_split_of_a_patient_is_independent_of_other_patients():
     names = np.array([f"p{k}" for k in range(24)])
     for lots in (HoldoutDraw(), HoldoutDraw(b"secret")):
         held = set(names[draw_held_out(names, 0.34, 0, lots)])
@@ -71,7 +71,7 @@ def test_no_other_patient_decides_who_is_held_out():
             assert set(rest[draw_held_out(rest, 0.34, 0, lots)]) == held - {gone}
 
 
-def test_rows_without_a_patient_are_held_out_where_nothing_is_promised_alone(tmp_path):
+def test_rows_without_a_patient_are_held_out_only_without_a_privacy_guarantee(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     with edited(study.store_path("S0")) as file:
         file["patient"][:5] = b""
@@ -87,10 +87,10 @@ def test_a_site_that_would_hold_out_all_its_patients_is_refused(tmp_path):
     refused(lambda: run(study, "train.val_fraction=0.999"), "train.val_fraction", "lower it")
 
 
-def test_the_best_answer_counts_classes_alike_and_ties_go_to_the_private_model():
+def test_the_best_model_weighs_classes_alike_and_ties_go_to_the_private_model():
     labels = np.repeat([0, 1], [18, 2])
-    always = certain(np.zeros(20, int))
-    knows = 0.1 + 0.8 * certain([*[0] * 12, *[1] * 6, 1, 1])  # less sure, so that their mean is no tie
+    always = predict_classes(np.zeros(20, int))
+    knows = 0.1 + 0.8 * predict_classes([*[0] * 12, *[1] * 6, 1, 1])  # less sure, so that their mean is no tie
     assert select_model({"private": always, "proxy": knows}, labels) == "proxy"
     assert select_model({"private": knows, "proxy": always}, labels) == "private"
     assert select_model({"private": knows, "proxy": knows}, labels) == "private"
@@ -99,15 +99,15 @@ def test_the_best_answer_counts_classes_alike_and_ties_go_to_the_private_model()
 
 
 @pytest.fixture(scope="module")
-def validated(tmp_path_factory):
-    """A study, a run with a validation split, and its evaluation."""
+def validated_run(tmp_path_factory):
+    """Return a study, a run with a validation split, and its evaluation."""
     study = make_study(tmp_path_factory.mktemp("listening") / "study", n_sites=3)
     path = run(study, *SPLIT, "train.rounds=2")
     return study, path, evaluate(study, str(path))
 
 
-def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
-    study, path, document = validated
+def test_the_chosen_model_is_saved_logged_and_evaluated(validated_run):
+    study, path, document = validated_run
     pipeline = load_run_settings(study, RunFolder(path), ())
     for row in document["sites"]:
         choice, models = choice_of(path, row["site"]), row["models"]
@@ -130,46 +130,46 @@ def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
 
 
 @pytest.mark.parametrize("answer", ["private", "proxy", "mean", "local", "ensemble"])
-def test_evaluate_answers_as_asked(validated, answer):
-    study, path, chosen = validated
-    for row, before in zip(evaluated(study, path, f"predict.model={answer}"), chosen["sites"], strict=True):
+def test_evaluate_uses_the_configured_prediction_model(validated_run, answer):
+    study, path, chosen = validated_run
+    for row, before in zip(evaluate_rows(study, path, f"predict.model={answer}"), chosen["sites"], strict=True):
         assert row["model"] == answer and row["accuracy"] == before["models"][answer]["accuracy"]
     evaluate(study, str(path))
 
 
-def test_every_round_answers_as_the_run_is_told(tmp_path):
+def test_every_round_predicts_with_the_configured_model(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, SEEDED, "predict.model=mean", "train.rounds=1", "train.local_baseline=false")
-    (line,), row = metrics(path, "S0"), evaluated(study, path)[0]
+    (line,), row = metrics(path, "S0"), evaluate_rows(study, path)[0]
     assert (line["model"], row["model"]) == ("mean", "mean")
     assert line["merged"] == {key: row["models"]["mean"][key] for key in line["merged"]}
-    refused(lambda: evaluated(study, path, "predict.model=local"), "train.local_baseline = false")
-    refused(lambda: evaluated(study, path, "predict.model=ensemble"), "trained without")
-    row = evaluated(study, run(study, "predict.model=proxy", "train.rounds=1", method="regular"))[0]
+    refused(lambda: evaluate_rows(study, path, "predict.model=local"), "train.local_baseline = false")
+    refused(lambda: evaluate_rows(study, path, "predict.model=ensemble"), "trained without")
+    row = evaluate_rows(study, run(study, "predict.model=proxy", "train.rounds=1", method="regular"))[0]
     assert row["model"] == "private" and set(row["models"]) == {"private"}
 
 
 @pytest.mark.parametrize(("alone", "answer"), [("true", "local"), ("false", "private")])
-def test_without_rows_that_nobody_knows_by_heart_the_site_answers_as_it_would_alone(tmp_path, alone, answer):
+def test_a_site_without_validation_rows_uses_its_default_prediction_model(tmp_path, alone, answer):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, SEEDED, "train.rounds=1", f"train.local_baseline={alone}")
-    assert [row["model"] for row in evaluated(study, path)] == [answer] * 2
+    assert [row["model"] for row in evaluate_rows(study, path)] == [answer] * 2
     for method, n in (("proxyfl", (24, 12)), ("regular", (36, 0))):  # nothing to choose
         row = dry_run(study, method=method, overrides=SPLIT[:2])["sites"][0]
         assert (row["n_train"], row["n_validation"]) == n
 
 
-def test_a_run_answers_by_a_stack_in_every_round_and_remembers_it(tmp_path):
+def test_a_run_predicts_with_an_ensemble_in_every_round_and_saves_it(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, *SPLIT, "predict.model=ensemble", "train.rounds=1")
-    for row in evaluated(study, path):
+    for row in evaluate_rows(study, path):
         choice = choice_of(path, row["site"])
         said = {choice["model"], choice["by"], row["model"], metrics(path, row["site"])[-1]["model"]}
         assert said == {"ensemble"} and 0 <= choice["ensemble"]["weight"] <= 1
         assert row["accuracy"] == row["models"]["ensemble"]["accuracy"]
 
 
-def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):
+def test_an_ensemble_needs_held_out_rows(study):
     stack = ("predict.model=ensemble", "train.local_baseline=false")
     refused(lambda: run(study, *stack), "predict.model = 'ensemble'", "val_fraction=0.15")
     open_hearts = (*stack, "privacy.enabled=false", "train.tune=true")
@@ -177,7 +177,7 @@ def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path):
+def test_a_resumed_run_predicts_with_the_same_ensemble(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3, n_per_slide=20)
     settings = [*SPLIT, "predict.model=ensemble", "train.rounds=3", "privacy.sigma=0.05"]
     whole = run(study, *settings)

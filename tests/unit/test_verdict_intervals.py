@@ -1,4 +1,4 @@
-"""Intervals of means over patients, seeds and noise, against scipy and simulations; the noise of a head drawn anew."""
+"""Intervals of means over patients, seeds and noise against scipy and simulations, with redrawn noise of a head."""
 
 from dataclasses import replace
 
@@ -21,41 +21,41 @@ from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.report.benefit_figure import verdict_words
 
 
-def of(values, names=None, noise=None, weights=1.0):
-    """The estimate of values, of a patient each."""
+def estimate_values(values, names=None, noise=None, weights=1.0):
+    """Return the estimate of values, one per patient."""
     values = np.atleast_2d(values)
     names = np.arange(values.shape[1]) if names is None else names
     return estimate_mean(values, np.full_like(values, weights), names.astype(str), noise)
 
 
-def test_with_an_example_each_it_is_the_interval_of_student_but_for_those_who_matter_little():
+def test_patients_with_one_example_each_have_the_t_interval():
     values = np.random.default_rng(0).choice([-1.0, 1.0], 400)
-    found = of(values)
+    found = estimate_values(values)
     low, high = stats.t.interval(0.95, 399, values.mean(), stats.sem(values))
     assert (found.low, found.high) == pytest.approx((low, high), rel=2e-3)
     assert found.patients == pytest.approx(stats.sem(values)) and found.seeds is found.noise is None
 
 
-def test_patients_vary_together_and_one_alone_has_no_interval():
+def test_examples_of_a_patient_vary_together_and_a_single_patient_has_no_interval():
     values = np.repeat(np.random.default_rng(1).normal(size=20), 10)
-    together = of(values, np.repeat(np.arange(20), 10))
-    assert together.patients / of(values).patients == pytest.approx(10**0.5, rel=0.05)
-    assert of(values, np.full(200, "a")) == Estimate(values.mean(), None, None)
+    together = estimate_values(values, np.repeat(np.arange(20), 10))
+    assert together.patients / estimate_values(values).patients == pytest.approx(10**0.5, rel=0.05)
+    assert estimate_values(values, np.full(200, "a")) == Estimate(values.mean(), None, None)
 
 
-def test_where_one_patient_decides_nothing_is_shown():
-    found = of(np.where(np.arange(100) == 0, 5.0, 0.0))
+def test_a_mean_dominated_by_one_patient_is_inconclusive():
+    found = estimate_values(np.where(np.arange(100) == 0, 5.0, 0.0))
     assert found.low < 0 and decide_verdict(found, None) == "inconclusive"
 
 
 def test_seeds_and_noise_add_their_variance_and_noise_is_the_least_that_seeds_have():
     same, moves = np.tile(np.random.default_rng(2).normal(size=300), (4, 1)), [-0.3, 0.1, 0.0, 0.2]
-    assert of(same).seeds == pytest.approx(0, abs=1e-12)
-    assert of(same + np.array(moves)[:, None]).seeds == pytest.approx(stats.sem(moves))
-    noisy = of(same, noise=np.full(4, 0.2))
+    assert estimate_values(same).seeds == pytest.approx(0, abs=1e-12)
+    assert estimate_values(same + np.array(moves)[:, None]).seeds == pytest.approx(stats.sem(moves))
+    noisy = estimate_values(same, noise=np.full(4, 0.2))
     half = stats.norm.ppf(0.975) * np.hypot(0.1, noisy.patients)
     assert noisy.noise == pytest.approx(0.1) and noisy.high - noisy.mean == pytest.approx(half, rel=5e-3)
-    single = of(same[0], noise=np.array([0.2]))
+    single = estimate_values(same[0], noise=np.array([0.2]))
     assert single.noise == pytest.approx(0.2) and single.seeds is None
 
 
@@ -70,14 +70,14 @@ def test_a_ratio_is_that_of_the_sums_and_its_interval_that_of_the_bootstrap():
     assert (found.low, found.high) == pytest.approx(np.quantile(again, [0.025, 0.975]), abs=0.02)
 
 
-def test_repetitions_have_the_interval_of_student():
+def test_repetitions_have_the_t_interval():
     values = np.array([0.02, 0.05, 0.03, 0.01])
     found = estimate_from_repetitions(values.mean(), values.std(ddof=1), 4)
     assert (found.low, found.high) == pytest.approx(stats.t.interval(0.95, 3, values.mean(), stats.sem(values)))
     assert estimate_from_repetitions(0.1, None, 1) == Estimate(0.1, None, None)
 
 
-def test_what_each_example_adds_has_the_score_as_its_mean():
+def test_contributions_of_examples_have_the_score_as_their_mean():
     rng = np.random.default_rng(4)
     said, truth = rng.dirichlet([1, 1], 40), rng.integers(2, size=40)
     assert CLASSES.example_scores(said, truth).mean() == CLASSES.compute_scores(said, truth)["accuracy"]
@@ -96,8 +96,8 @@ def test_what_each_example_adds_has_the_score_as_its_mean():
     assert each.std(ddof=1) / 300**0.5 == pytest.approx(np.std(again), rel=0.15)
 
 
-def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
-    """The heads that fresh letters make scatter as much as those drawn around one of them."""
+def test_redrawn_noise_moves_a_head_as_its_original_noise_did():
+    """Heads from fresh class statistics scatter as much as redraws around one of them."""
     rng = np.random.default_rng(5)
     d, sites, sd = 12, 4, 3.0
     y = torch.arange(400) % 2
@@ -134,67 +134,67 @@ def test_the_noise_of_a_head_drawn_anew_moves_it_as_its_own_did():
     assert not exact.is_noisy and torch.equal(exact.redraw_noise(rng).sums, exact.sums)
 
 
-def test_how_many_are_of_a_class_is_no_chance_where_all_classes_count_alike():
+def test_class_counts_add_no_variance_where_classes_weigh_alike():
     n, right = np.array([900, 100]), np.array([0.95, 0.4])
     values = np.concatenate([np.arange(n[k]) < right[k] * n[k] for k in (0, 1)]).astype(float)
     weights = np.repeat(1000 / 2 / n, n)
-    found = of(values, weights=weights)
+    found = estimate_values(values, weights=weights)
     known = np.sqrt((right * (1 - right) / n).sum()) / 2
     assert found.mean == pytest.approx(0.675) and found.patients == pytest.approx(known, rel=0.02)
     drawn_too = estimate_ratio((values * weights)[None], weights[None], np.arange(1000).astype(str))
     assert drawn_too.patients > 1.1 * known
 
 
-def test_three_of_three_right_prove_little():
+def test_three_of_three_correct_give_a_wide_interval():
     label = np.repeat([0, 1], [40, 3])
     weights = 43 / 2 / np.array([40, 3])[label]
-    found = of((label == 1).astype(float), weights=weights)
+    found = estimate_values((label == 1).astype(float), weights=weights)
     assert found.mean == pytest.approx(0.5) and 0.2 < found.high - found.low < 1
 
 
-def test_no_share_of_right_answers_is_said_to_be_above_all_of_them():
-    found = of(np.ones(6), noise=np.array([0.3]))
+def test_the_interval_of_an_accuracy_is_clipped_at_one():
+    found = estimate_values(np.ones(6), noise=np.array([0.3]))
     assert found.high > 1 and found.clip_interval(0.0, 1.0) == replace(found, high=1.0)
     assert Estimate(0.5, None, None).clip_interval(0.0, 1.0) == Estimate(0.5, None, None)
 
 
 @pytest.mark.parametrize("n", [2, 5, 30])
 @pytest.mark.parametrize("value", [1.0, -1.0, 0.0])
-def test_patients_who_all_say_the_same_leave_others_open(n, value):
+def test_identical_patients_have_the_exact_binomial_interval(n, value):
     """By Clopper and Pearson's interval of none of n that is otherwise."""
     others = stats.binomtest(0, n).proportion_ci(method="exact").high
-    found = of(np.full(n, value)).clip_interval(-1.0, 1.0)
+    found = estimate_values(np.full(n, value)).clip_interval(-1.0, 1.0)
     assert found.low == pytest.approx(value - others * (value + 1))
     assert found.high == pytest.approx(value + others * (1 - value)) and found.mean == value
     assert decide_verdict(found, None) == (
         {1.0: "join", -1.0: "local"}.get(value, "inconclusive") if n > 5 else "inconclusive"
     )
-    share = of(np.ones(n)).clip_interval(0.0, 1.0)
+    share = estimate_values(np.ones(n)).clip_interval(0.0, 1.0)
     assert (share.low, share.high) == pytest.approx(stats.binomtest(n, n).proportion_ci(method="exact"))
 
 
-def test_nothing_to_gain_takes_more_than_a_few_patients_without_a_difference():
-    same = {"gain": of(np.zeros(20)).clip_interval(-1.0, 1.0).build_document(), "verdict": "inconclusive"}
+def test_equivalence_needs_more_than_a_few_patients_without_a_difference():
+    same = {"gain": estimate_values(np.zeros(20)).clip_interval(-1.0, 1.0).build_document(), "verdict": "inconclusive"}
     assert verdict_words(same, "C1") == "its local model makes the same predictions, on 20 test patients"
-    gain = of(np.array([0.1, -0.1] * 30))
-    few, many = (of(np.zeros(n)).clip_interval(-1.0, 1.0) for n in (20, 200))
+    gain = estimate_values(np.array([0.1, -0.1] * 30))
+    few, many = (estimate_values(np.zeros(n)).clip_interval(-1.0, 1.0) for n in (20, 200))
     assert (decide_verdict(gain, few), decide_verdict(gain, many)) == ("inconclusive", "nothing to gain")
 
 
 @pytest.mark.parametrize("n", [2, 8, 40])
-def test_pairs_that_all_differ_alike_differ(n):
+def test_pairs_with_one_constant_difference_differ_significantly(n):
     found = compare_pairs([1.0] * n, [0.0] * n)
     assert found["p"] == pytest.approx(stats.binomtest(n, n).pvalue) and found["difference"] == 1
     assert compare_pairs([0.3] * n, [0.3] * n)["p"] is None
     assert compare_pairs([0.1 + 0.2] * n, [0.3] * n)["p"] is None  # alike but for rounding
 
 
-def test_no_p_is_nothing_and_others_are_those_of_scipy():
+def test_p_values_are_never_zero_and_match_scipy():
     assert 0 < compare_pairs([1.0] * 4000, [0.0] * 3999 + [1.0])["p"] < 1e-300
     assert 0 < compare_pairs([1.0] * 5000, [0.0] * 5000)["p"] < 1e-300
     a, b = np.random.default_rng(0).normal(size=(2, 30))
     assert compare_pairs([*a], [*b])["p"] == stats.ttest_rel(a, b).pvalue
 
 
-def test_repetitions_without_chance_tell_nothing():
+def test_deterministic_repetitions_have_no_interval():
     assert estimate_from_repetitions(0.1, 0.0, 3) == Estimate(0.1, None, None)

@@ -15,7 +15,7 @@ MAX_ONE_WORD = 300
 """Lower a number when fewer are left; never raise one."""
 
 
-def test_names_that_say_nothing_only_get_fewer():
+def test_uninformative_names_only_become_fewer():
     counts = count(Path(wsi_fl.__file__).parent)
     assert counts.stop_words <= MAX_STOP_WORDS, "python benchmarks/names.py --list wsi_fl"
     assert counts.participles <= MAX_PARTICIPLES

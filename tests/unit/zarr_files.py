@@ -1,4 +1,4 @@
-"""OME-Zarrs of a picture."""
+"""Writers of OME-Zarr pictures."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,10 @@ from builders import halves
 
 
 def ome_zarr(version, axes="cyx", mpp=0.5, **attributes):
-    """What writes a picture into a folder as a.zarr, with a pyramid of three levels.
+    """Return a writer of a picture into a folder as a.zarr, with a pyramid of three levels.
 
     Args:
-        attributes: what NGFF says beside its multiscales.
+        attributes: the NGFF metadata beside its multiscales.
     """
 
     def write(folder, picture):
