@@ -53,7 +53,7 @@ def said_of(row):
     return {note["slide"]: note["note"] for note in row["notes"]}
 
 
-def test_tile_stores_the_tumour_that_was_drawn_in_qupath_and_says_what_it_left_out(tmp_path):
+def test_tile_stores_the_tumour_drawn_in_qupath_and_reports_slides_left_out(tmp_path):
     drawn = box(128, 192, 320, 384)
     cells = [box(70 + 10 * k, 70, 75 + 10 * k, 75, objectType="cell") for k in range(3)]
     study = study_of(tmp_path, scan_areas.scn, {"a": [drawn, *cells], "b": [drawn]})
@@ -68,7 +68,7 @@ def test_tile_stores_the_tumour_that_was_drawn_in_qupath_and_says_what_it_left_o
     assert found.min(0).tolist() == [128 + CORNER[0], 192 + CORNER[1]]
 
 
-def test_a_site_says_from_where_its_outlines_count(tmp_path):
+def test_a_site_file_sets_the_origin_of_its_outlines(tmp_path):
     drawn = box(448, 320, 640, 512)  # from the corner of the scanned area it would lie beside the tissue
     study = study_of(tmp_path, scan_areas.sparse, {"a": [drawn]})
     assert tile_study(study)["tumor"] == 9 and "annotations_origin" in said_of(tile_study(study))["a"]
@@ -88,7 +88,7 @@ def test_a_site_says_from_where_its_outlines_count(tmp_path):
         ([box(128, 192, 320, 384), box(1, 1, 400, 60)], ""),
     ],
 )
-def test_nothing_about_outlines_of_a_positive_slide_stays_unsaid(tmp_path, features, words):
+def test_every_problem_with_outlines_of_a_positive_slide_is_reported(tmp_path, features, words):
     row = tile_study(study_of(tmp_path, scan_areas.full, {"a": [shifted(one) for one in features]}))
     assert words in said_of(row).get("a", "") and bool(row["notes"]) == bool(words)
 
@@ -98,7 +98,7 @@ def shifted(feature):
     return feature | {"geometry": {"type": "Polygon", "coordinates": [ring.tolist()]}}
 
 
-def test_tumour_patches_that_are_not_drawn_into_the_sample_are_said(tmp_path):
+def test_tumour_patches_that_the_sample_omits_are_reported(tmp_path):
     outlines = {name: [shifted(box(64, 64, 320, 448))] for name in "abc"}
     row = tile_study(study_of(tmp_path, scan_areas.full, outlines), "tile.max_per_slide=1")
     lost = {slide for slide, note in said_of(row).items() if "is in the sample of the store" in note}
@@ -114,14 +114,14 @@ def test_tumour_patches_that_are_not_drawn_into_the_sample_are_said(tmp_path):
         ([shifted(box(4000, 4000, 5000, 5000))], "none of its tumour outlines is on the slide"),
     ],
 )
-def test_a_positive_slide_whose_outlines_say_nothing_is_set_aside_with_the_reason(tmp_path, features, reason):
+def test_a_positive_slide_with_unusable_outlines_is_excluded_with_the_reason(tmp_path, features, reason):
     good = [shifted(box(128, 192, 320, 384))]
     row = tile_study(study_of(tmp_path, scan_areas.full, {"bad": features, "good": good}))
     (failed,) = row["failed"]
     assert failed["slide"] == "bad" and reason in failed["reason"] and "\n" not in failed["reason"]
 
 
-def test_a_healthy_slide_with_tumour_outlines_is_set_aside_and_one_with_none_is_said(tmp_path):
+def test_a_healthy_slide_with_tumour_outlines_is_excluded_and_one_without_is_reported(tmp_path):
     outlines = {"ill": [shifted(box(128, 192, 320, 384))], "points": [box(1, 1, 9, 9, objectType="tile")]}
     row = tile_study(study_of(tmp_path, scan_areas.full, outlines, label="negative"))
     assert [one["slide"] for one in row["failed"]] == ["ill"] and "labelled negative" in row["failed"][0]["reason"]
@@ -131,7 +131,7 @@ def test_a_healthy_slide_with_tumour_outlines_is_set_aside_and_one_with_none_is_
 
 
 @pytest.mark.parametrize(("layout", "healthy"), [("camelyon16", "normal_001"), ("camelyon17", "patient_000_node_0")])
-def test_outlines_of_a_healthy_slide_are_looked_at_in_camelyons_layouts(tmp_path, layout, healthy):
+def test_outlines_of_a_healthy_slide_are_checked_in_camelyons_layouts(tmp_path, layout, healthy):
     (tmp_path / f"{healthy}.tif").touch()
     (tmp_path / "outlines").mkdir()
     (tmp_path / "stages.csv").write_text(f"patient,stage\n{healthy}.tif,negative\n")
@@ -151,7 +151,7 @@ def run_of(archive, tmp_path_factory, tmp_path):
 
 
 @pytest.mark.parametrize(("origin", "corner"), [("", CORNER), ("slide", (0, 0))])
-def test_what_predict_writes_opens_at_its_place_in_qupath(run_of, tmp_path, origin, corner):
+def test_outlines_written_by_predict_open_at_their_place_in_qupath(run_of, tmp_path, origin, corner):
     study, run = run_of
     edit(site_file(study, "C1"), more=f'annotations_origin = "{origin}"\n' if origin else "")
     slide = scan_areas.scn(tmp_path / "x.scn", scan_areas.picture())
@@ -167,7 +167,7 @@ def test_what_predict_writes_opens_at_its_place_in_qupath(run_of, tmp_path, orig
         assert inside.min() >= 0 and inside.max() <= scan_areas.SIDE
 
 
-def test_a_mosaic_lies_within_the_mask_and_says_what_the_mask_is(tmp_path, tiny_weights):
+def test_a_mosaic_lies_within_the_mask_and_names_the_mask(tmp_path, tiny_weights):
     study = study_of(tmp_path, scan_areas.scn, {"a": []}, label="negative")
     (tmp_path / "masks").mkdir()
     cell = box(1, 1, 5, 5, objectType="cell")

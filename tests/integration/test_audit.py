@@ -63,7 +63,7 @@ def test_auroc_and_roc_are_those_of_sklearn_and_of_counting(n, m, n_values, seed
         assert found == pytest.approx(best) and found >= (members >= low).mean()
 
 
-def test_true_positives_at_few_false_alarms_ask_for_a_thousand_others():
+def test_true_positives_at_few_false_alarms_need_a_thousand_non_members():
     members, others = np.array([5.0, 0.5, 2.0, 990.5]), np.arange(1000.0)
     assert tpr_at_fpr(members, others[:999], 0.01) is None
     assert tpr_at_fpr(members, others, 0.01) == 0.25  # ten others lie above 989
@@ -173,7 +173,7 @@ def test_coins_are_fair_and_never_the_same():
 
 
 @pytest.mark.parametrize("shape", [Images(3, 8), Vectors(20), Bags(5)])
-def test_canaries_are_made_again_from_their_seed_and_join_any_training_set(shape):
+def test_canaries_are_reproduced_from_their_seed_and_fit_any_training_set(shape):
     included = np.arange(10) % 3 == 0
     one, same, other = (build_canaries(seed, included, shape, 3) for seed in (5, 5, 6))
     rows = np.arange(10)
@@ -253,13 +253,13 @@ def test_a_bound_is_called_broken_at_the_level_of_all_models_of_the_run(noisy, m
     audit_run(study, summary["run"])  # for the tests that follow
 
 
-def test_private_models_without_noise_give_their_canaries_away(noisy):
+def test_private_models_without_noise_reveal_their_canaries(noisy):
     for model in models(noisy[2], "private"):
         assert model["canaries"]["epsilon_lower"] > 1 and model["canaries"]["accuracy"] > 0.6
 
 
 @pytest.mark.slow
-def test_without_noise_the_bound_exceeds_what_the_plan_with_noise_promises(noisy):
+def test_without_noise_the_bound_exceeds_the_epsilon_of_the_plan_with_noise(noisy):
     study, summary, _ = noisy
     bare = trained(study, "proxyfl", *PLAN, "privacy.sigma=0.0")
     for model, row in zip(models(audit_run(study, bare["run"]), "proxy"), summary["sites"], strict=True):
@@ -267,7 +267,7 @@ def test_without_noise_the_bound_exceeds_what_the_plan_with_noise_promises(noisy
         assert model["canaries"]["epsilon_upper"] is None
 
 
-def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
+def test_the_audited_proxy_is_the_last_one_released(noisy):
     study, summary, _ = noisy
     run = RunFolder(study.root / summary["run"])
     party = RunContext.restore(study, run)
@@ -279,7 +279,7 @@ def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
         assert released[-1] == f"model {digest_values(vector)}"
 
 
-def test_what_was_planted_stays_at_the_site_and_is_planted_again_after_a_restart(noisy):
+def test_canaries_stay_at_the_site_and_are_planted_again_after_a_restart(noisy):
     study, summary, document = noisy
     run = RunFolder(study.root / summary["run"])
     kept = run.site_folder("S0").read_document("canaries")
@@ -294,7 +294,7 @@ def test_what_was_planted_stays_at_the_site_and_is_planted_again_after_a_restart
     assert str(again.seed) == kept["seed"]
 
 
-def test_the_report_shows_both_bounds_and_says_what_was_planted(noisy, capsys):
+def test_the_report_shows_both_bounds_and_the_planted_canaries(noisy, capsys):
     study, summary, document = noisy
     page = write_report(study, summary["run"]).read_text()
     assert 'id="audit"' in page and "ε between its bounds" in page and "400 at S0" in page
@@ -341,7 +341,7 @@ def test_a_planted_leak_is_caught(unexplained):
     assert "its losses reveal members of the training data" in write_report(unexplained, run).read_text()
 
 
-def test_a_model_that_saw_next_to_nothing_raises_no_alarm(unexplained):
+def test_a_barely_trained_model_raises_no_alarm(unexplained):
     noise = ["privacy.sigma=100.0", "train.rounds=1", "privacy.insecure_seed=1", "train.lr=1e-6"]
     run = trained(unexplained, "regular", *LEARNED, *noise, "audit.canaries=400")["run"]
     document = audit_run(unexplained, run)
@@ -382,7 +382,7 @@ def another_release(run):
     save_tensors(folder.checkpoint_path(number), others | {"proxy/model/x": torch.ones(3)}, document)
 
 
-def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
+def test_a_run_that_cannot_be_audited_is_refused_in_one_line(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     run = trained(study, "regular", "train.rounds=1")["run"]
     assert audit_run(study, run)["sites"][0]["models"][0]["canaries"] is None
@@ -403,7 +403,7 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
         (another_release, ("the proxy model of S0 differs from this run's",)),
     ],
 )
-def test_a_damaged_run_is_said_in_one_line(noisy, tmp_path, damage, words):
+def test_a_damaged_run_is_reported_in_one_line(noisy, tmp_path, damage, words):
     study, summary, _ = noisy
     copy = Study(shutil.copytree(study.root, tmp_path / "study"))
     damage(copy.find_run(summary["run"]))
@@ -426,7 +426,7 @@ def finished(tmp_path_factory):
         ("private.safetensors", "proxy", "the private model of S0 differs from this run's"),
     ],
 )
-def test_what_a_run_left_is_looked_at_before_it_is_believed(finished, place, content, words):
+def test_files_of_a_run_are_checked_before_they_are_audited(finished, place, content, words):
     study, run = finished
     path = study.root / run / "sites" / "S0" / place
     kept = path.read_bytes()
@@ -443,7 +443,7 @@ def test_what_a_run_left_is_looked_at_before_it_is_believed(finished, place, con
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "null", '{"run": 1, "sites": [], "digest": "x"}'])
-def test_an_audit_that_was_changed_is_not_reported(finished, content):
+def test_an_edited_audit_is_not_reported(finished, content):
     study, run = finished
     path = study.root / run / "audit" / "audit.json"
     if not path.exists():
@@ -463,7 +463,7 @@ def test_an_audit_that_was_changed_is_not_reported(finished, content):
         ("replay", ["privacy.enabled=false"], False),
     ],
 )
-def test_canaries_are_advised_where_a_run_may_have_them(pair, method, overrides, accepted):
+def test_canaries_are_advised_only_where_a_run_allows_them(pair, method, overrides, accepted):
     party = RunContext.create(pair, pair.load_pipeline("small", overrides), method)
     assert stage._can_plant_canaries(party) is accepted
     try:

@@ -40,7 +40,7 @@ def npz(tmp_path):
     return tmp_path / "features.npz"
 
 
-def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_where_its_method_has_changed(
+def test_every_hospital_has_a_row_and_results_are_recomputed_only_for_changed_methods(
     npz, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "bench.csv"
@@ -75,14 +75,14 @@ def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_wher
     refused(lambda: run_benchmark(npz, **asked, unit="patient"), "another table or unit")
 
 
-def test_who_has_one_class_alone_gains_and_pooled_is_best(npz, tmp_path):
+def test_hospitals_with_a_single_class_gain_and_pooled_training_is_best(npz, tmp_path):
     asked = {"methods": ["oneshot"], "cells": parse_cells("2x12", "1"), "epsilons": [8.0], "seeds": 2}
     (one,) = run_benchmark(npz, out=tmp_path / "b.csv", **asked)["cells"]
     assert one["local"] == pytest.approx(0.5) and one["pooled"] > 0.7 and one["gain"] > 0.1
 
 
 @pytest.mark.parametrize("skew", ["alike", "missing-class", "0.75"])
-def test_hospitals_and_test_share_no_patient(skew):
+def test_hospitals_and_the_test_set_share_no_patient(skew):
     x, y, patient = table()
     sites, test = sample_sites(FeatureTable(x, y, patient, ("a", "b")), SamplingCell(3, 8, skew), seed=0)
     parts = [set(part.patient) for part in (*sites, test)]
@@ -92,7 +92,7 @@ def test_hospitals_and_test_share_no_patient(skew):
     assert shares == {"alike": [0.5] * 3, "missing-class": [0.5, 0.5, 0.0], "0.75": [0.75, 0.25, 0.75]}[skew]
 
 
-def test_tables_of_all_forms_say_the_same(tmp_path, npz):
+def test_tables_of_all_file_formats_give_the_same_result(tmp_path, npz):
     x, y, patient = table()
     lines = ["label,patient," + ",".join(f"f{k}" for k in range(x.shape[1]))]
     lines += [",".join([str(b), c, *map(repr, map(float, a))]) for a, b, c in zip(x, y, patient, strict=True)]
@@ -113,7 +113,7 @@ def of_tridents(folder, labels, n=6):
     return folder, folder / "labels.csv"
 
 
-def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, capsys):
+def test_slides_without_a_row_are_excluded_by_name(tmp_path, monkeypatch, capsys):
     named = [f"s{k}.svs,{'ab'[k % 2]}" for k in range(40)]
     folder, labels = of_tridents(tmp_path / "job", [*named, "s40,", "z.svs,a"], n=42)
     with h5py.File(folder / "features_uni" / "s1.h5", "a") as file:
@@ -141,7 +141,7 @@ def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, ca
     refused(lambda: read_table(tmp_path / "t.csv"), "t.csv: labels Carcinoma, carcinoma differ in case only")
 
 
-def test_a_store_gives_a_row_for_each_patch_that_has_a_label_of_its_own_and_else_for_each_slide(tmp_path):
+def test_a_store_gives_a_row_per_labelled_patch_and_otherwise_per_slide(tmp_path):
     x, y, patient = table(12)
     bags = [Bag(x[:8], np.zeros((8, 2), np.int64)), Bag(x[8:], np.zeros((4, 2), np.int64))]
     slide = np.repeat(["a", "b"], [8, 4])
@@ -168,13 +168,13 @@ def test_a_store_gives_a_row_for_each_patch_that_has_a_label_of_its_own_and_else
         ({"unit": "slide"}, "--unit"),
     ],
 )
-def test_what_does_not_go_is_refused_in_one_line(npz, tmp_path, ask, words):
+def test_impossible_options_are_refused_in_one_line(npz, tmp_path, ask, words):
     asked = {"cells": parse_cells("2x8", "alike"), "out": tmp_path / "b.csv", **ask}
     refused(lambda: run_benchmark(npz, **asked), words)
     assert not (tmp_path / "b.csv").exists()
 
 
-def test_cells_that_mean_nothing_are_refused():
+def test_meaningless_cells_of_a_table_are_refused():
     for sizes, skew in (("4", "alike"), ("1x50", "alike"), ("4x50", "2"), ("4x50", "some")):
         refused(lambda sizes=sizes, skew=skew: parse_cells(sizes, skew), "--")
 
@@ -188,7 +188,7 @@ def forget_plugins():
         known.cache_clear()
 
 
-def test_the_method_of_the_page_stands_in_the_same_table(npz, tmp_path, monkeypatch):
+def test_the_example_method_of_the_documentation_is_a_row_of_the_same_table(npz, tmp_path, monkeypatch):
     toml, python = (re.search(rf"```{kind}\n(.+?)```", PAGE, re.DOTALL)[1] for kind in ("toml", "python"))
     groups = tomllib.loads(toml)["project"]["entry-points"]
     monkeypatch.setattr(module, "_HYPERPARAMETERS", ((2, 1e-2),))
@@ -247,7 +247,7 @@ def zipped(path, **members):
             archive.writestr(name, data)
 
 
-def test_a_file_of_other_bytes_is_refused_and_nothing_in_it_is_run(tmp_path):
+def test_a_pickled_or_foreign_file_is_refused_and_its_code_never_runs(tmp_path):
     pickled = pickle.dumps([1, 2])
     zipped(tmp_path / "raw.npz", x=pickled, y=pickled)
     (tmp_path / "pickle.npz").write_bytes(pickled)
@@ -260,7 +260,7 @@ def test_a_file_of_other_bytes_is_refused_and_nothing_in_it_is_run(tmp_path):
         refused(lambda name=name: read_table(tmp_path / f"{name}.npz"), "not a file of NumPy with x and y")
 
 
-def test_rows_without_a_label_are_set_aside_and_nobody_is_called_nan(tmp_path):
+def test_rows_without_a_label_are_excluded_and_no_class_is_called_nan(tmp_path):
     y = np.array(["a", "b"] * 20, "<U2")
     y[:3] = ["NA", "-", "n"]
     np.savez(tmp_path / "t.npz", **arrays(y=y, patient=np.array(["nan", "p"] * 20)))
@@ -280,14 +280,14 @@ def test_rows_without_a_label_are_set_aside_and_nobody_is_called_nan(tmp_path):
         ("label,f\na,\nb,1\nc,2", ("line 2", "f is ''", "or the row"), "label,f\nb,1\nc,2"),
     ],
 )
-def test_a_csv_with_what_is_no_number_says_what_to_do_and_that_works(tmp_path, text, words, mended):
+def test_a_csv_with_text_cells_is_refused_with_advice_that_works(tmp_path, text, words, mended):
     (tmp_path / "t.csv").write_text(text)
     refused(lambda: read_table(tmp_path / "t.csv"), *words)
     (tmp_path / "t.csv").write_text(mended)
     assert len(read_table(tmp_path / "t.csv").y) == 2
 
 
-def test_a_method_that_is_measured_anyway_is_not_asked_for(npz, tmp_path):
+def test_a_method_that_is_always_measured_cannot_be_requested(npz, tmp_path):
     asked = {"out": tmp_path / "o.csv", "cells": parse_cells("2x8", "alike"), "seeds": 1}
     for name in ("regular", "joint"):
         refused(
@@ -307,7 +307,7 @@ def measured(tmp_path_factory):
 
 
 @pytest.mark.parametrize("hurt", ["lost", "twice", "number", "cut", "other hospital", "above 1", "swapped"])
-def test_lines_of_a_result_that_are_lost_doubled_or_damaged_are_made_anew(measured, tmp_path, hurt, capsys):
+def test_lost_doubled_or_damaged_lines_of_a_result_are_recomputed(measured, tmp_path, hurt, capsys):
     folder, asked = measured
     for name in ("out.csv", "out.json"):
         shutil.copy(folder / name, tmp_path / name)
@@ -340,7 +340,7 @@ class Said(SilentProgress):
         self.lines.append(line)
 
 
-def test_another_table_in_the_place_of_a_result_is_refused(measured, tmp_path):
+def test_a_foreign_table_in_place_of_a_result_is_refused(measured, tmp_path):
     folder, asked = measured
     out = tmp_path / "out.csv"
     for data in (b"a,b\n1,2\n", b"", "method,epsilon\n".encode("utf-16"), b"\0\1"):

@@ -325,14 +325,14 @@ def walk(root, seed, steps, patch):
     return walker, spent[1]
 
 
-def test_some_steps_of_an_ordinary_user_never_spend_more_than_the_budget(tmp_path, monkeypatch):
+def test_a_short_random_walk_never_spends_more_than_the_budget(tmp_path, monkeypatch):
     _, spent = walk(tmp_path, 1, 12, monkeypatch)
     assert spent > 0.2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_500_steps_of_an_ordinary_user_never_spend_more_than_the_budget(tmp_path, monkeypatch, seed):
+def test_a_random_walk_of_500_steps_never_spends_more_than_the_budget(tmp_path, monkeypatch, seed):
     walker, spent = walk(tmp_path, seed, 500, monkeypatch)
     assert spent > 1.0
     assert {how for _, how in walker.did} >= {"done", "refused", "killed"}

@@ -59,7 +59,7 @@ def test_patients_are_counted_and_not_their_patches(described):
         assert one["at_prevalence"]["ppv"]["value"] == pytest.approx(ppv)
 
 
-def test_small_groups_are_not_told(described, wsi_fl):
+def test_small_groups_are_not_reported(described, wsi_fl):
     study, run = described
     document = describe_clinically(study, [run], by="scanner", least=10)
     groups = document["sites"][0]["classes"]["tumor"]["subgroups"]
@@ -90,7 +90,7 @@ def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(describe
 
 
 @pytest.mark.parametrize("classes", [("a", "b"), ("a", "b", "c")])
-def test_the_page_says_from_when_on_a_class_is_called(classes, tmp_path, monkeypatch):
+def test_the_page_shows_the_threshold_from_which_a_class_is_predicted(classes, tmp_path, monkeypatch):
     study, rng = make_study(tmp_path / "study", n_sites=1), np.random.default_rng(0)
     monkeypatch.setattr("conftest.CLASSES", classes)
     labels = np.arange(90) % len(classes)
@@ -104,7 +104,7 @@ def test_the_page_says_from_when_on_a_class_is_called(classes, tmp_path, monkeyp
     assert ("The predicted class is the most probable one" in page) == (len(classes) == 3)
 
 
-def test_folds_are_taken_together(described, wsi_fl):
+def test_folds_are_reported_together(described, wsi_fl):
     study, run = described
     train_series(study, method="regular", overrides=[*ALONE, "train.folds=3"], backend="local")
     runs = sorted(path.name for path in study.runs_path.iterdir())[-3:]
@@ -122,7 +122,7 @@ def test_folds_are_taken_together(described, wsi_fl):
     refused(lambda: describe_clinically(study, [run, "2"]), "folds")
 
 
-def test_how_many_patients_it_takes(wsi_fl, tmp_path):
+def test_plan_size_computes_the_number_of_patients_needed(wsi_fl, tmp_path):
     given = ("--prevalence", "0.2", "--auroc", "0.85", "--sensitivity", "0.9")
     document = json.loads(wsi_fl("plan-size", *given, "--json", cwd=tmp_path).stdout)
     assert document["needed"]["sensitivity"] == 692  # 0.9 · 0.1 / (0.05 / 1.96)² / 0.2
@@ -143,6 +143,6 @@ def test_how_many_patients_it_takes(wsi_fl, tmp_path):
         *(("sensitivity", "1e-320"), ("specificity", "1")),
     ],
 )
-def test_what_asks_for_more_patients_than_there_are_people_is_refused(option, value):
+def test_a_plan_for_more_patients_than_people_exist_is_refused(option, value):
     asked = {"prevalence": 0.2, "area": 0.8} | {"area" if option == "auroc" else option: float(value)}
     refused(lambda: plan_size(asked.pop("prevalence"), asked.pop("area"), **asked), f"--{option} ", "between")

@@ -129,7 +129,7 @@ def test_differences_are_paired_by_seed_and_corrected(series):
         assert [test["p_holm"] for test in tests] == holm_adjust([test["p"] for test in tests])
 
 
-def test_a_missing_baseline_is_trained_like_the_runs_and_found_the_next_time(series):
+def test_a_missing_baseline_is_trained_like_the_runs_and_reused_the_next_time(series):
     study, document = series
     trained = sorted(study.runs_path.glob("*-regular-*"))
     assert [path.name for path in trained] == row_of(document, "regular")["runs"]
@@ -184,7 +184,7 @@ def test_page_figure_and_table_are_written(series):
     assert {row["method"] for row in rows if row["epsilon"] == ""} == {"regular"}
 
 
-def test_what_joining_brings_is_paired_by_seed_and_patch(series):
+def test_the_benefit_of_federation_is_paired_by_seed_and_patch(series):
     found = (document := series[1])["benefit"]
     assert [found[kind] for kind in KINDS] == [document["baseline"], "ProxyFL with DP", None]
     assert [site["site"] for site in found["sites"]] == ["S0", "S1", "S2"]
@@ -215,7 +215,7 @@ def newer_than(path, other):
     os.utime(path, (later, later))
 
 
-def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
+def test_a_dropped_out_site_is_excluded_from_both_sides_of_a_pair(series, copied):
     study, document = copied, series[1]
     folder = study.runs_path / "00002-fedavg-small"
     for name, more in (("evaluation", {}), ("summary", {"lost": ["S0"]})):
@@ -238,7 +238,7 @@ def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
 
 
 @pytest.mark.slow
-def test_a_run_that_went_on_after_its_evaluation_is_evaluated_again(series, copied):
+def test_a_run_resumed_after_its_evaluation_is_evaluated_again(series, copied):
     study, document = copied, series[1]
     folder = study.runs_path / "00002-fedavg-small"
     early = evaluation(study, folder.name)
@@ -263,7 +263,7 @@ def test_differing_settings_make_rows_and_labels(pair):
     assert "train.alpha=0.3" in Document((pair.root / document["page"]).read_text()).text
 
 
-def test_hospitals_alone_that_were_not_tuned_stand_beside_the_tuned_ones_that_are_missing(pair):
+def test_an_untuned_local_baseline_is_listed_beside_the_missing_tuned_one(pair):
     name = run(pair, "regular", "train.tune=false", "privacy.enabled=false")
     document = compare_methods(pair, [name], baseline=False)
     mine, missing = sorted(document["rows"], key=lambda row: not row["seeds"])
@@ -296,7 +296,7 @@ def test_without_its_pipeline_the_baseline_is_trained_from_the_run(pair):
 
 
 @pytest.mark.slow
-def test_a_store_made_anew_is_no_place_for_the_baseline(pair):
+def test_the_baseline_is_not_trained_on_a_rebuilt_store(pair):
     name = run(pair, "proxyfl")
     evaluate(pair, name)
     write_store(pair, "S1", seed=9, n_per_slide=10)
@@ -315,7 +315,7 @@ def test_unfinished_and_unknown_runs_are_refused(copied):
         refused(lambda word=word: compare_methods(copied, [word]), f"no run '{word}'")
 
 
-def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of_their_own(pair, monkeypatch):
+def test_hospitals_that_keep_their_patches_train_the_baseline_in_separate_ranks(pair, monkeypatch):
     name = run(pair, "proxyfl")
     for path in (pair.root / "sites").glob("*.toml"):
         path.write_text(path.read_text().replace("real = false", REAL))
@@ -373,7 +373,7 @@ def against_alone(row, difference, p, unit="seed", n=3):
         (-0.3, None, "seed", "unclear", "these runs do not show"),
     ],
 )  # fmt: skip
-def test_sentences_say_what_the_numbers_say(difference, sd, unit, tone, said):
+def test_sentences_agree_with_the_numbers(difference, sd, unit, tone, said):
     ours = made_up("proxyfl", 0.73 + difference)
     test = against_alone(ours, difference, 0.001, unit) | {"sd": sd}
     first, second = comparison_page.list_comparison_findings([ours, ALONE], [test], ALONE["label"])
@@ -403,7 +403,7 @@ def of_all(gain, room):
         ((0.0, -0.01, 0.01), (0.0, -0.01, 0.01), "unclear", "there is nothing to gain"),
     ],
 )
-def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said):
+def test_the_verdict_rests_on_the_gain_alone_where_it_is_known(gain, room, tone, said):
     ours = made_up("proxyfl", 0.78)
     tests, gains = [against_alone(ours, 0.05, 1e-9)], {ours["label"]: of_all(gain, room)}
     first, second = comparison_page.list_comparison_findings([ours, ALONE], tests, ALONE["label"], gains=gains)
@@ -413,7 +413,7 @@ def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said)
     assert "p <" not in second.text
 
 
-def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference_is_called_federation():
+def test_the_pooled_gain_has_the_interval_of_the_verdict_and_no_reference_is_called_federation():
     rows = [made_up("proxyfl", 0.78), made_up("joint", 0.9, dp=False), made_up("regular", 0.55)]
     tests = [against_alone(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in rows]
     gains = {rows[0]["label"]: of_all((0.05, 0.03, 0.07), (0.17, 0.12, 0.22))}
@@ -424,7 +424,7 @@ def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference
     assert "federation" not in third.text + fourth.text
 
 
-def test_the_report_of_a_run_says_what_the_comparison_says(series):
+def test_the_report_of_a_run_agrees_with_the_comparison(series):
     study, _ = series
     document = compare_methods(study, ["1"])
     (said,) = (one["text"] for one in document["findings"] if "ProxyFL" in one["text"])
@@ -442,7 +442,7 @@ def test_the_report_of_a_run_says_what_the_comparison_says(series):
 @pytest.mark.parametrize(
     ("pooled", "share"), [((0.9, 0.9, 0.8, 0.9), True), ((0.9, 0.2, 0.1, 0.5), False), (None, False)]
 )
-def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share):
+def test_the_gap_closed_is_reported_only_where_pooling_has_a_gain(pooled, share):
     def answers(values):  # of 24 patients with two examples each: two alone prove nothing, however alike
         return {0: SeedScores({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate([*values] * 12)})}
 
@@ -453,7 +453,7 @@ def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share)
     assert _estimate_benefit(few)["verdict"] == "inconclusive" and _estimate_benefit(few)["gain"]["low"] < 0
 
 
-def test_cautions_name_what_spoils_a_comparison():
+def test_cautions_name_the_flaws_of_a_comparison():
     a, b = made_up("proxyfl", 0.7), made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
     text = " ".join(comparison_page.list_cautions([ALONE, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
     for said in ("too small", "different ε (2.0–12.3)", "nominal ε is no guarantee", "same seeds", "a single run"):
@@ -463,7 +463,7 @@ def test_cautions_name_what_spoils_a_comparison():
     assert "chose their regularisation" in always
 
 
-def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
+def test_a_single_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3)
     shared = run(study, "fedavg", "privacy.enabled=false", "train.local_baseline=false")
     document = evaluate(study, shared)
@@ -477,7 +477,7 @@ def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
     assert not evaluate(study, run(study, "regular", "privacy.enabled=false"))["shared"]
 
 
-def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_says(series):
+def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_its_text(series):
     found, rng = copy.deepcopy(series[1]["benefit"]), np.random.default_rng(0)
     for site in found["sites"]:
         site["site"] = f"<b>hospital {site['site']}</b>"

@@ -91,7 +91,7 @@ def test_two_processes_on_one_ledger_spend_all_of_its_budget_and_no_more(place):
     assert {*why["r0"], *why["r1"]} == {"spent"} and len(left) < 2 * TRIES
 
 
-def test_of_two_copies_of_a_study_at_work_at_once_one_spends(place):
+def test_only_one_of_two_concurrent_copies_of_a_study_spends(place):
     user = place.parent / "user"
     copy = shutil.copytree(place, place.parent / "copy")
     let, why = at_once([place, copy], user)
@@ -110,7 +110,7 @@ def copy_of(study):
     return shutil.copytree(study, study.parent / "copy")
 
 
-def test_copies_share_a_head_that_is_a_link(place):
+def test_copies_share_a_ledger_head_that_is_a_link(place):
     user, other = place.parent / "user", place.parent / "other"
     other.mkdir()
     shared = shutil.move(user / "C1.head.json", place.parent / "shared.json")
@@ -121,7 +121,7 @@ def test_copies_share_a_head_that_is_a_link(place):
     refused(lambda: opened(copied, other, "two"), "this is not the ledger that", error=WsiFlError)
 
 
-def test_a_head_that_is_taken_away_meanwhile_is_missed(place):
+def test_a_ledger_head_deleted_meanwhile_is_noticed(place):
     user = place.parent / "user"
     both = opened(place, user, "one"), opened(copy_of(place), user, "two")
     (user / "C1.head.json").unlink()
@@ -130,14 +130,14 @@ def test_a_head_that_is_taken_away_meanwhile_is_missed(place):
 
 
 @pytest.mark.parametrize("content", ['{"lines": 0, "sha256": ""}', None])
-def test_a_head_that_knows_nothing_is_damaged(place, content):
+def test_an_empty_ledger_head_is_reported_as_damaged(place, content):
     head = place.parent / "user" / "C1.head.json"
     head.unlink()
     head.write_text(content) if content else head.mkdir()
     refused(lambda: opened(place, head.parent, "one"), "damaged", error=WsiFlError)
 
 
-def test_a_state_folder_that_cannot_be_written_or_found_is_named(tmp_path, monkeypatch):
+def test_a_state_folder_that_is_missing_or_not_writable_is_named(tmp_path, monkeypatch):
     """Copies would know nothing of one another."""
     state, real = tmp_path / "state", os.access
     monkeypatch.setenv("XDG_STATE_HOME", str(state))

@@ -84,7 +84,7 @@ def binary(positive):
     return np.stack([1 - positive, positive], axis=1)
 
 
-def test_counts_of_parts_add_up_to_the_scores_of_the_whole_and_those_of_earlier_versions_are_read():
+def test_counts_of_parts_add_up_to_the_scores_of_the_whole_and_older_versions_are_read():
     rng = np.random.default_rng(0)
     label = rng.integers(0, 2, 500)
     p = binary(np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1))
@@ -119,7 +119,7 @@ def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
         assert found["auroc_within"] < 0.08
 
 
-def test_nothing_small_is_told():
+def test_small_counts_are_not_disclosed():
     rng = np.random.default_rng(0)
     label = np.repeat([0, 1], [50, MIN_EXAMPLES - 1])
     few = count_predictions(rng.dirichlet(np.ones(2), len(label)), label)
@@ -143,7 +143,7 @@ def test_counts_travel_as_bytes_of_a_known_length(n_classes):
     assert unpack_counts(values, 2, n_classes) == some
 
 
-def test_what_cannot_be_counts_is_refused():
+def test_impossible_counts_are_refused():
     good = count_predictions(np.tile([0.2, 0.8], (MIN_EXAMPLES, 1)), np.ones(MIN_EXAMPLES, int))
     refused(lambda: unpack_counts(pack_counts([good]), 2, 2), "bytes", error=ValueError)
     for change in (
@@ -162,7 +162,7 @@ def test_what_cannot_be_counts_is_refused():
 
 
 @pytest.mark.parametrize(("method", "models"), [*nightly(("fedavg", ["central"]), ("cwt", SITES)), ("proxyfl", SITES)])
-def test_every_site_keeps_the_counts_of_what_travelled_at_every_hospital(three, method, models):
+def test_every_site_keeps_the_counts_of_its_sent_model_at_every_hospital(three, method, models):
     folder = run(three, method)
     document = told(folder)
     assert list(document["models"]) == models and document["hospitals"] == SITES
@@ -174,7 +174,7 @@ def test_every_site_keeps_the_counts_of_what_travelled_at_every_hospital(three, 
         assert [document["counts"][model][site]["n"] for site in SITES] == [12, 12, 12]
 
 
-def test_nothing_happens_where_nothing_travels_or_nobody_allows_it_or_test_parts_are_merged(
+def test_no_cross_site_scores_without_sent_models_or_permission_or_with_merged_test_parts(
     three, tmp_path, study, monkeypatch
 ):
     shut = hospitals(tmp_path / "shut", allow=REAL)
@@ -187,7 +187,7 @@ def test_nothing_happens_where_nothing_travels_or_nobody_allows_it_or_test_parts
 
 
 @pytest.mark.parametrize("method", [*nightly("fedavg"), "proxyfl"])
-def test_epsilon_and_its_guarantee_stay_what_they_are(tmp_path, monkeypatch, method):
+def test_cross_site_scores_change_neither_epsilon_nor_its_guarantee(tmp_path, monkeypatch, method):
     found = []
     for name, allow in (("open", ALLOWED), ("shut", REAL)):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / f"{name}-user"))  # other patients of the same names
@@ -201,7 +201,7 @@ def test_epsilon_and_its_guarantee_stay_what_they_are(tmp_path, monkeypatch, met
     assert first["epsilon"] is not None and lifetime[0] > first["epsilon"]
 
 
-def test_a_hospital_that_does_not_allow_it_tells_nothing_and_is_told_all(tmp_path):
+def test_a_hospital_without_permission_discloses_no_scores_and_receives_all(tmp_path):
     study = hospitals(tmp_path / "study", S1=REAL)
     folder = run(study, "proxyfl")
     assert not left(study, "S1") and left(study, "S0") and left(study, "S2")
@@ -212,7 +212,7 @@ def test_a_hospital_that_does_not_allow_it_tells_nothing_and_is_told_all(tmp_pat
     assert folder.site_folder("S1").read_document("counts") is None
 
 
-def test_private_models_are_sent_to_nobody(three, monkeypatch):
+def test_private_models_are_never_sent(three, monkeypatch):
     heard, real = [], between.CrossSiteScoring.run
 
     def listened(scoring):
@@ -268,7 +268,7 @@ def features_of(root, allow):
 
 
 @pytest.mark.parametrize("noise", [*nightly("own"), "shared"])
-def test_a_head_made_of_all_sums_is_one_model_without_any_site_s_own_part(tmp_path, noise):
+def test_a_head_of_all_class_statistics_is_one_model_without_local_statistics(tmp_path, noise):
     """Every site makes the same head of what was released, and that one is scored."""
     options = ["train.data=features", f"privacy.noise={noise}", "privacy.enabled=false"]
     study = features_of(tmp_path / "real", 'real = true\nallow = ["model", "shared", "scores"]')
@@ -284,14 +284,14 @@ def test_a_head_made_of_all_sums_is_one_model_without_any_site_s_own_part(tmp_pa
         assert whole["accuracy"] == pytest.approx((said == labels).mean())
 
 
-def test_noise_that_is_added_once_in_all_stays_what_it_is_worth(tmp_path):
+def test_distributed_noise_keeps_its_guarantee_with_cross_site_scores(tmp_path):
     study = features_of(tmp_path / "real", REAL + '\nallow = ["shared", "scores"]')
     folder = run(study, "oneshot", "train.data=features", "privacy.noise=shared", "privacy.sigma=3.0")
     assert list(told(folder)["models"]) == ["shared"]
     assert {row["guarantee"] for row in folder.read_summary()["sites"]} == {"shared"}
 
 
-def test_a_site_whose_budget_ended_scores_what_the_others_released(tmp_path):
+def test_a_site_with_an_exhausted_budget_scores_the_models_of_the_others(tmp_path):
     cost = epsilon([accounting.plan_mechanism(36, 18, 1, 4.0, 0.7)], 1e-5)
     folder = run(hospitals(tmp_path / "study", S2=ALLOWED.replace("50.0", f"{cost + 1e-6}")))
     document = told(folder)
@@ -315,7 +315,7 @@ def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     assert summary["communication"]["messages"] == 2 + 4
 
 
-def test_counts_of_test_patients_are_no_part_of_epsilon_and_leave_only_where_that_is_allowed_by_name(tmp_path):
+def test_counts_of_test_patients_are_no_part_of_epsilon_and_need_their_own_permission(tmp_path):
     """Whatever else leaves without noise is part of it."""
 
     def opened(run, **terms):
@@ -338,7 +338,7 @@ def test_counts_of_test_patients_are_no_part_of_epsilon_and_leave_only_where_tha
 
 
 @pytest.mark.parametrize("moment", ["_release_counts", "_pass_counts", "_build_scores"])
-def test_after_a_restart_the_same_counts_leave(three, monkeypatch, moment):
+def test_the_same_counts_leave_the_site_after_a_restart(three, monkeypatch, moment):
     real, calls = getattr(between.CrossSiteScoring, moment), []
 
     def cut(*given):
@@ -363,7 +363,7 @@ def test_after_a_restart_the_same_counts_leave(three, monkeypatch, moment):
     assert folder.read_summary()["sites"][0]["guarantee"] == "guaranteed"
 
 
-def test_other_models_than_those_of_before_a_restart_are_not_scored(three):
+def test_models_changed_since_a_restart_are_not_scored(three):
     folder = run(three)
     (folder.path / "summary.json").unlink()
     kept = folder.site_folder("S1").read_document("counts")
@@ -374,7 +374,7 @@ def test_other_models_than_those_of_before_a_restart_are_not_scored(three):
     assert "none is scored again" in folder.site_folder("S0").log_path.read_text()
 
 
-def test_counts_that_are_not_what_was_announced_are_left_out(three, monkeypatch):
+def test_counts_that_differ_from_their_announcement_are_excluded(three, monkeypatch):
     real, calls = between.unpack_counts, []
 
     def strange(values, *shape):
@@ -408,7 +408,7 @@ def uneven():
 
 
 @pytest.mark.parametrize("n_classes", [1, 3, 5])
-def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not(n_classes):
+def test_three_classes_have_both_accuracies_but_no_auroc(n_classes):
     """Also where a model did not arrive at a hospital, or at any; as sites, the coordinator and the board show it."""
     rng, names = np.random.default_rng(0), [f"grade {k}" for k in range(n_classes)]
     truth = rng.integers(0, n_classes, 80)
@@ -444,7 +444,7 @@ def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not
     assert all(name in page for name in names)
 
 
-def test_the_matrix_has_every_model_at_every_hospital_and_all_together():
+def test_the_matrix_has_every_model_at_every_hospital_and_over_all():
     document = score_cross_site(uneven())
     found = build_cross_site_section(document)
     assert (found["hospitals"], found["n"], found["one"]) == (["S0", "S2"], 120, None)
@@ -466,7 +466,7 @@ def answered(**tables):
     return of_scores(counts, ["normal", "tumour"])
 
 
-def test_models_that_always_say_the_same_are_no_winners():
+def test_models_with_constant_predictions_never_win():
     always = [[0, 11], [0, 13]]
     said = "There no model does better than always predicting tumour, which has an accuracy of 0.542."
     documents = answered(S0=always, S1=always), answered(S0=always, S1=[[11, 0], [13, 0]])
@@ -477,7 +477,7 @@ def test_models_that_always_say_the_same_are_no_winners():
     assert "always predicting tumour" in page and "does best" not in page and "Darker is higher" not in page
 
 
-def test_the_page_of_a_coordinator_is_made_of_two_documents_and_nothing_else(three):
+def test_the_coordinators_page_is_rendered_from_two_documents_alone(three):
     summary = run(three).read_summary()
     text = render_coordinator(summary, uneven())
     assert "&lt;tumor&gt;" in text and "<tumor>" not in text

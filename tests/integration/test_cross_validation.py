@@ -89,7 +89,7 @@ def test_folds_are_of_whole_patients_of_all_classes_alike(rows, n, seed):
     np.testing.assert_array_equal(again, fold[turned])
 
 
-def test_with_one_patient_less_all_others_stay_where_they_are():
+def test_removing_a_patient_moves_no_other_patient_to_another_fold():
     """What ε asks for; a division that looks at labels or at who else there is moves a third of them."""
     patient, label = np.array([f"p{k}" for k in range(60)]), np.arange(60) % 2
     given = {"n_folds": 5, "seed": 0, "stratified": False}
@@ -148,7 +148,7 @@ def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
     assert "sites, seeds and folds" in (study.root / compared["page"]).read_text()
 
 
-def test_an_example_is_the_same_on_whatever_row_the_folds_of_another_seed_have_it(done, tmp_path):
+def test_examples_are_matched_across_seeds_whatever_their_row(done, tmp_path):
     study, document, _ = done
     folder = RunFolder(study.root / document["runs"][0]["run"]).site_folder("S0")
     table = read_predictions(folder)
@@ -174,7 +174,7 @@ def test_each_fold_is_charged_by_itself(study, capsys):
     assert first == pytest.approx(second)
 
 
-def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeypatch):
+def test_folds_are_refused_where_they_would_mislead(study, monkeypatch):
     def asking(*overrides, method="proxyfl"):
         return lambda: trained(study, method, *overrides)
 
@@ -219,7 +219,7 @@ def test_each_site_is_left_out_once_and_tests_all_models(three):
     assert (test["unit"], test["n"]) == ("site", 3)
 
 
-def test_a_site_left_out_is_scored_alone_beside_other_external_sites(three):
+def test_a_site_left_out_has_separate_scores_beside_other_external_sites(three):
     settings = [OPEN, 'sites=["S0", "S1"]', "train.left_out=S1", 'evaluate.external=["S2"]']
     run = trained(three, "regular", *settings)["run"]
     both = evaluate(three, run)["external_set"]
@@ -240,7 +240,7 @@ def test_a_site_that_keeps_its_patches_cannot_be_left_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_line(study, wsi_fl):
+def test_train_and_compare_run_folds_from_the_command_line(study, wsi_fl):
     command = ["train", "--method", "regular", "--folds", "2", "--backend", "local", "--json"]
     done = wsi_fl(*command, "--set", OPEN, "--set", FEW, cwd=study.root)
     assert json.loads(done.stdout)["folds"] == 2
@@ -257,7 +257,7 @@ def test_the_command_line(study, wsi_fl):
     ("n_patients", "n_folds", "way_on"),
     [(0, 5, "leave the site out"), (1, 5, "leave the site out"), (2, 5, "to 2 or less"), (4, 5, "to 4 or less")],
 )
-def test_the_way_on_from_too_few_patients_is_one_that_is_accepted(n_patients, n_folds, way_on):
+def test_the_advice_for_too_few_patients_works(n_patients, n_folds, way_on):
     patient = np.array([f"P{k}" for k in range(n_patients)], str)
 
     def divided(n_folds):

@@ -51,7 +51,7 @@ def test_a_new_method_is_a_row_and_nothing_else(gossip, pair):
         assert "trained together with Gossip" in page
 
 
-def test_the_plan_and_the_dossier_say_what_a_new_method_lets_go(gossip, real, tmp_path):
+def test_the_plan_and_the_dossier_list_the_shares_of_a_new_method(gossip, real, tmp_path):
     assert PLAN_TEXTS["to"].keys() >= TOPOLOGIES.keys()  # a plan has words for every graph
     said = parse_plan_document(make_plan(real, method="gossip", overrides=TWO, out=tmp_path / "plan.json"))
     model, *documents = said["leaves"]

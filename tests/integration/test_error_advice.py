@@ -103,7 +103,7 @@ def test_commands_that_do_not_exist_are_noticed():
         (OSError(errno.ENOSPC, "No space left on device"), "free some space and continue"),
     ],
 )
-def test_what_ends_a_local_run_names_the_command_that_goes_on(pair, wsi_fl, monkeypatch, ended, words):
+def test_an_interrupted_local_run_names_the_command_that_resumes_it(pair, wsi_fl, monkeypatch, ended, words):
     """And that command goes on: no round stands twice, no second run begins."""
     real, calls = loop._log_round, []
 
@@ -125,7 +125,7 @@ def test_what_ends_a_local_run_names_the_command_that_goes_on(pair, wsi_fl, monk
     assert {line["run"] for line in lines} == {lines[0]["run"]}
 
 
-def test_the_first_line_waits_for_no_import_and_is_of_long_commands_alone(tmp_path, wsi_fl):
+def test_long_commands_alone_print_a_first_line_before_heavy_imports(tmp_path, wsi_fl):
     code = (
         "import sys; sys.argv = ['wsi-fl', 'train']; import wsi_fl.__main__ as m\n"
         "import wsi_fl.stages.training.train, wsi_fl.stages.prepare.tile\n"
@@ -148,7 +148,7 @@ def test_the_first_line_waits_for_no_import_and_is_of_long_commands_alone(tmp_pa
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ],
 )
-def test_only_the_first_rank_says_that_it_starts(monkeypatch, capsys, size, rank):
+def test_only_the_first_rank_reports_its_start(monkeypatch, capsys, size, rank):
     command = announce_start(lambda: None, "train")
     for number, said in (("1", ""), ("0", "wsi-fl train: starting …\n")):
         monkeypatch.setenv(size, "2")
@@ -164,7 +164,7 @@ def _eight_cores(monkeypatch):
 
 
 @pytest.mark.usefixtures("_eight_cores")
-def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
+def test_ranks_started_by_the_users_mpiexec_share_the_cores(monkeypatch, capsys):
     taken = []
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     monkeypatch.setattr("torch.set_num_threads", taken.append)
@@ -178,7 +178,7 @@ def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
     assert taken == [2, 2] and not capsys.readouterr().err
 
 
-def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys):
+def test_without_a_terminal_progress_is_printed_from_the_start(monkeypatch, capsys):
     monkeypatch.setattr(console, "_LINE_EVERY_S", 0.02)
     monkeypatch.setattr(console, "stderr", Console(stderr=True, force_terminal=False, soft_wrap=True))
     with console.ProgressBars("tile") as bars:
@@ -191,7 +191,7 @@ def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys)
     assert not capsys.readouterr().err
 
 
-def test_progress_over_works_one_after_another_never_goes_back(capsys):
+def test_progress_over_successive_tasks_never_goes_back(capsys):
     bars, shown = console.ProgressBars("train"), []
     for before in range(3):
         one = console.NestedProgress(bars, before, 3)
@@ -204,7 +204,7 @@ def test_progress_over_works_one_after_another_never_goes_back(capsys):
     assert "about 0 s left" not in " ".join(shown[2:]) and shown[-1] == "train: 100%, finishing"
 
 
-def test_what_is_left_counts_down_between_two_steps():
+def test_the_remaining_time_counts_down_between_two_steps():
     bars = console.ProgressBars("train")
     bars.update("C1", 1, 4)
     now = time.monotonic()  # a step took 30 s, and 30 s more have gone
@@ -221,7 +221,7 @@ def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch):
     assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "2" and not launch.describe_threads(4)
 
 
-def test_doctor_tries_what_the_work_needs(wsi_fl, tmp_path):
+def test_doctor_checks_every_requirement(wsi_fl, tmp_path):
     document = json.loads(wsi_fl("doctor", "--json", cwd=tmp_path).stdout)
     names = [row["name"] for row in document["checks"]]
     assert names == ["Python", "OpenSlide", "PyTorch", "MPI", "GPU", "disk"]
@@ -231,7 +231,7 @@ def test_doctor_tries_what_the_work_needs(wsi_fl, tmp_path):
 
 
 @pytest.mark.parametrize("problem", [WsiFlError("no slide can be read"), ImportError("no module\nof that name")])
-def test_what_fails_in_doctor_is_one_line_and_the_rest_is_checked(monkeypatch, problem):
+def test_a_failed_check_of_doctor_is_one_line_and_the_others_still_run(monkeypatch, problem):
     def broken():
         raise problem
 

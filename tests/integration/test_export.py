@@ -107,7 +107,7 @@ def onnx_of(folder):
     return run
 
 
-def test_a_proxy_runs_in_wsinfer_as_it_does_here(done):
+def test_an_exported_proxy_predicts_the_same_in_wsinfer(done):
     study, run = done
     document = export_model(study, run, model_name="proxy", form="wsinfer")
     folder, pixels = study.root / document["out"], pixels_of(study)
@@ -120,7 +120,7 @@ def test_a_proxy_runs_in_wsinfer_as_it_does_here(done):
 
 
 @pytest.mark.slow
-def test_onnxruntime_says_the_same(done):
+def test_onnxruntime_predicts_the_same(done):
     study, run = done
     document = export_model(study, run, model_name="private", form="onnx", site="S1", private=True)
     say = onnx_of(study.root / document["out"])
@@ -142,7 +142,7 @@ def test_the_card_has_the_verdict_of_comparisons(done, tmp_path):
     assert benefit_figure.verdict_words(document["benefit"]["all"], benefit_figure.ALL_SITES) in text
 
 
-def test_the_card_says_what_the_run_found(done):
+def test_the_card_has_the_results_of_the_run(done):
     study, run = done
     folder = study.root / run
     card, text = card_of(study, export_model(study, run, model_name="proxy", form="wsinfer"))
@@ -162,7 +162,7 @@ def test_the_card_says_what_the_run_found(done):
     assert 0.01 < most < 1 and f"all other data identifies at most {100 * most:.1f}" in text
 
 
-def test_what_may_not_leave_stays(done, tmp_path):
+def test_models_that_may_not_leave_the_site_are_not_exported(done, tmp_path):
     study, run = done
     for how, *words in (
         ({"model_name": "private", "private": True}, "--site"),
@@ -190,7 +190,7 @@ def test_what_may_not_leave_stays(done, tmp_path):
     refused(lambda: private(again, "S1"), "S1")
 
 
-def test_a_shared_model_without_privacy_says_so(pair):
+def test_the_card_of_a_shared_model_without_privacy_names_the_lack(pair):
     quick = ["privacy.enabled=false", "train.rounds=1"]
     run = trained(pair, "fedavg", *quick)["run"]
     document = export_model(pair, run, model_name="shared", form="wsinfer")
@@ -198,7 +198,7 @@ def test_a_shared_model_without_privacy_says_so(pair):
     refused(lambda: export_model(pair, run, model_name="private", form="wsinfer"), "has shared")
 
 
-def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it_takes(tmp_path):
+def test_patches_are_reduced_as_in_training_and_an_onnx_file_describes_its_input(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     study = make_study(tmp_path / "study", n_sites=1, size_px=32)
     sets = ["train.input_px=16", "privacy.enabled=false", "train.rounds=1"]
@@ -219,7 +219,7 @@ def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it
 
 
 @pytest.mark.slow
-def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path, tiny_weights):
+def test_a_head_is_exported_with_its_encoder_for_wsinfer_and_without_it_for_onnx(tmp_path, tiny_weights):
     weights = Path(shutil.copy(tiny_weights, tmp_path / "weights.safetensors"))
     study = make_study(tmp_path / "study", n_sites=1, size_px=32)
     sets = ["features.encoder=test_efficientnet", f"features.weights={weights}", "features.input_px=48"]
@@ -241,7 +241,7 @@ def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path,
     refused(lambda: export_model(study, run, model_name="proxy", form="wsinfer"), "use --format onnx")
 
 
-def test_a_shared_head_leaves_without_any_sites_sums(pair):
+def test_a_shared_head_is_exported_without_local_statistics(pair):
     """What is exported follows from what was released; the site's own exact sums change nothing in it."""
     rng = np.random.default_rng(0)
     for site in ("S0", "S1"):
@@ -278,7 +278,7 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
 
 
 @pytest.mark.slow
-def test_what_onnx_cannot_say_is_refused_in_one_line(tmp_path):
+def test_models_that_onnx_cannot_express_are_refused_in_one_line(tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     model = create_model("transmil", n_classes=3, shape=Bags(6), seed=0).eval()
     refused(lambda: write_onnx(tmp_path / "model.onnx", model, Bags(6)), "works bag by bag")
@@ -286,7 +286,7 @@ def test_what_onnx_cannot_say_is_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", [*nightly("abmil"), "deepset_attention"])
-def test_bags_leave_as_onnx_for_any_number_of_patches(name, tmp_path):
+def test_bag_models_are_exported_to_onnx_for_any_number_of_patches(name, tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     model = create_model(name, n_classes=3, shape=Bags(6), seed=0).eval()
     assert write_onnx(tmp_path / "model.onnx", model, Bags(6)) < 1e-5
@@ -297,7 +297,7 @@ def test_bags_leave_as_onnx_for_any_number_of_patches(name, tmp_path):
     assert np.abs(onnx_of(tmp_path)(x) - ours).max() < 1e-5
 
 
-def test_a_file_that_says_something_else_is_not_written(tmp_path):
+def test_an_export_with_different_predictions_is_not_written(tmp_path):
     class Fickle(torch.nn.Module):
         """A trace keeps the number of rows that it saw."""
 
@@ -332,7 +332,7 @@ class Noisy(torch.nn.Module):
         (Noisy(float("nan")), False),
     ],
 )
-def test_a_file_is_compared_as_finely_as_the_model_answers(tmp_path, model, written):
+def test_an_export_is_compared_as_finely_as_the_model_reproduces_itself(tmp_path, model, written):
     if written:
         assert write_torchscript(tmp_path / "model.pt", model, Images(3, 8)) < 1e-4
     else:
@@ -341,7 +341,7 @@ def test_a_file_is_compared_as_finely_as_the_model_answers(tmp_path, model, writ
     assert (tmp_path / "model.pt").exists() == written
 
 
-def test_the_command(done, wsi_fl):
+def test_the_export_command_prints_one_document(done, wsi_fl):
     study, run = done
     told = wsi_fl("export", "--run", run, "--model", "proxy", "--format", "wsinfer", "--json", cwd=study.root)
     assert told.returncode in (0, None) and json.loads(told.stdout)["model"] == "proxy"

@@ -90,7 +90,7 @@ def reasons_of(row):
 
 
 @pytest.mark.parametrize("form", ["clam", "trident", "stamp"])
-def test_what_is_exported_comes_back_bit_for_bit(study, form, tmp_path):
+def test_exported_features_are_imported_bit_for_bit(study, form, tmp_path):
     before, columns_before = contents(study.mosaic_path("S0"))
     export_features(study, site="S0", form=form, out=tmp_path / form)
     study.mosaic_path("S0").unlink()
@@ -188,7 +188,7 @@ def store_of(study):
     return BagStore(study.mosaic_path("S0"))
 
 
-def test_tridents_folder(study, tmp_path):
+def test_a_folder_of_trident_is_imported(study, tmp_path):
     one_bag = lambda x: x[None] if x[0, 0] > 0 else x  # noqa: E731
     folder, made = of_trident(tmp_path / "job", shape=one_bag)
     table = labels(tmp_path / "labels.csv", names=("a.svs", "b.svs", "c.svs", "d.svs"))
@@ -228,14 +228,14 @@ def test_two_hospitals_with_one_encoder_train_together_whichever_tools_they_had(
     assert trained(study, "fedavg", OPEN)["run"]
 
 
-def test_features_of_another_field_of_view_are_refused_unless_that_is_allowed(study, tmp_path):
+def test_features_of_another_field_of_view_are_refused_unless_allowed(study, tmp_path):
     of_two_tools(study, tmp_path)
     words = ("256 µm (224 px at 1.14 µm/px)", "128 µm (256 px at 0.5 µm/px)", "train.any_patch_size")
     refused(lambda: trained(study, "fedavg", OPEN), *words, error=NoCommonPlan)
     assert trained(study, "fedavg", OPEN, "train.any_patch_size=true")["run"]
 
 
-def test_a_name_is_given_on_record_and_not_to_what_cannot_be_of_that_encoder(study, tmp_path):
+def test_a_given_encoder_name_is_recorded_and_refused_for_features_that_contradict_it(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
     refused(lambda: brought(study, "trident", folder, new_name="UNI"), "1024", "has 5")
     brought(study, "trident", folder, new_name="ours")
@@ -244,7 +244,7 @@ def test_a_name_is_given_on_record_and_not_to_what_cannot_be_of_that_encoder(stu
     refused(lambda: brought(study, "trident", folder, encoder="ours"), "uni_v1", "--encoder-name ours")
 
 
-def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
+def test_a_folder_of_stamp_is_imported_with_and_without_the_resolution(study, tmp_path):
     folder, made = of_stamp(tmp_path / "stamp")
     table = labels(tmp_path / "labels.csv", mpp=[0.25, 0.5, 0.25, 0.25])
     brought(study, "stamp", folder, table)
@@ -263,7 +263,7 @@ def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
     brought(study, "stamp", old, table, patch_px=224, mpp=256 / 224)
 
 
-def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
+def test_a_folder_of_clam_needs_options_that_its_files_lack(study, tmp_path):
     folder, made = of_clam(tmp_path / "clam")
     lacks = "do not say their encoder, patch size, resolution; add --encoder, --patch-px, --mpp"
     refused(lambda: brought(study, "clam", folder), lacks)
@@ -279,7 +279,7 @@ def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
         assert np.array_equal(store.read_bag(1).features, made["b"]) and not store.read_bag(1).has_places
 
 
-def test_lazyslides_tiles_as_anndata(study, tmp_path):
+def test_tiles_of_lazyslide_are_imported_from_anndata(study, tmp_path):
     folder, made = of_lazyslide(tmp_path / "h5ad", stride_width=224)
     refused(lambda: brought(study, "anndata", folder), "encoder", "--encoder")
     brought(study, "anndata", folder, encoder="uni2")
@@ -299,7 +299,7 @@ def test_lazyslides_tiles_as_anndata(study, tmp_path):
     refused(lambda: export_features(study, site="S0", form="anndata"), "clam, trident, stamp")
 
 
-def test_one_vector_of_a_slide_is_a_bag_of_one(study, tmp_path):
+def test_a_slide_vector_is_a_bag_of_one(study, tmp_path):
     """As TRIDENT's slide encoders write it: a vector, beside the places of the patches that it was made of."""
     folder, made = of_trident(tmp_path / "job", shape=lambda x: x[0])
     folder = folder.rename(folder.parent / "slide_features_titan")
@@ -317,7 +317,7 @@ class Harmful:
         return (open, ("harm", "w"))
 
 
-def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_path, monkeypatch):
+def test_every_broken_file_is_excluded_in_one_line_with_its_name(study, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder, _ = of_clam(tmp_path / "clam", "abcdefghi")
     h5, pt = folder / "h5_files", folder / "pt_files"
@@ -355,7 +355,7 @@ def test_labels_and_files_that_do_not_match_are_counted_and_named(study, tmp_pat
     assert "no features" in reasons["z"] and "line 6" in reasons["z"] and "no label" in reasons["e"]
 
 
-def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
+def test_features_that_do_not_match_are_refused_by_name(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
     before, bad = study.mosaic_path("S0").read_bytes(), tmp_path / "bad.csv"
 
@@ -385,7 +385,7 @@ def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
     assert study.mosaic_path("S0").read_bytes() == before
 
 
-def test_clams_training_reads_what_is_exported(study, tmp_path):
+def test_exported_features_load_in_clams_training(study, tmp_path):
     """As CLAM's Generic_MIL_Dataset: labels by slide_id, then pt_files/<slide_id>.pt, or h5_files with use_h5."""
     out = tmp_path / "clam"
     export_features(study, site="S0", form="clam", out=out, tensors=True)
@@ -401,7 +401,7 @@ def test_clams_training_reads_what_is_exported(study, tmp_path):
             assert row["label"] in CLASSES and row["case_id"] == store.table.patient[k]
 
 
-def test_what_imported_features_cannot_do_is_said_in_one_line(study, tmp_path):
+def test_unsupported_uses_of_imported_features_are_refused_in_one_line(study, tmp_path):
     of_two_tools(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
     heads = ["train.example=patient", "model.private=linear_head", "model.proxy=linear_head"]
     known, new = (tmp_path / f"{name}.h5" for name in ("a", "N1"))
@@ -419,7 +419,7 @@ def test_what_imported_features_cannot_do_is_said_in_one_line(study, tmp_path):
     refused(lambda: export_model(study, run, model_name="shared", form="wsinfer"), *said)
 
 
-def test_the_command(study, tmp_path, wsi_fl):
+def test_the_import_command_prints_one_document(study, tmp_path, wsi_fl):
     of_trident(tmp_path / "job")
     table = labels(tmp_path / "labels.csv")
     words = ["import", "--site", "S0", "--format", "trident", "--from", tmp_path / "job", "--labels", table]

@@ -90,7 +90,7 @@ def sites_of(document):
     return [row["site"] for row in document["sites"]]
 
 
-def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
+def test_an_inference_only_site_has_the_one_shot_global_head_and_releases_nothing(study, capfd):
     assert sites_of(release_statistics(study, site=None, overrides=QUIET)) == LABELLED
     assert not study.release_path("S3").exists()
     planned = dry_run(study, method="oneshot", overrides=FILES, backend="local")
@@ -113,7 +113,7 @@ def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
     assert resume_run(study, summary["run"], backend="local") == summary
 
 
-def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
+def test_an_inference_only_site_receives_the_expected_performance(evaluated):
     study, run, document = evaluated
     told = document["inference_sites"]
     assert told["sites"] == [{"site": "S3", "n": 80, "model": "shared"}]
@@ -134,7 +134,7 @@ def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
     assert card["sites"] == LABELLED  # whose patients are in it
 
 
-def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_next_run_on(evaluated, tmp_path):
+def test_labels_of_an_inference_only_site_are_never_read_and_a_role_changes_with_the_next_run(evaluated, tmp_path):
     """S3 has labels now, all wrong; nothing changes but what its store says."""
     study, first = Study(shutil.copytree(evaluated[0].root, tmp_path / "study")), evaluated[1]
     x, labels = rows_of(80, 7)
@@ -147,7 +147,7 @@ def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_
     assert evaluate(study, second)["inference_sites"]["sites"][0]["site"] == "S3"
 
 
-def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
+def test_a_real_inference_only_site_needs_only_the_released_files_and_no_budget(study):
     all_real(study)
     for name in LABELLED:
         release_statistics(study, site=name, overrides=QUIET)
@@ -163,7 +163,7 @@ def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
     assert not study.ledger_path("S3").exists()
 
 
-def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_it(study):
+def test_an_inference_only_site_gets_the_head_of_the_others_and_does_not_change_it(study):
     """The hub of the star is a site with labels, also where a receiver's name comes first."""
 
     def once():
@@ -192,7 +192,7 @@ def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_i
     assert torch.equal(*(model(first, one, "shared")["sums"] for one in ("R3", "S1")))
 
 
-def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study, tmp_path):
+def test_a_plan_names_the_inference_only_site_and_its_hospital_signs_without_a_budget(study, tmp_path):
     all_real(study)
     sets = [*HEADS, "privacy.target_epsilon=1"]
     plan = make_plan(study, method="oneshot", overrides=sets, out=tmp_path / "plan")
@@ -213,7 +213,7 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
     refused(lambda: review_plan(study, plan, "S3"), 'role = "receiver"', 'says "member"')
 
 
-def test_a_receiver_takes_no_part_elsewhere(study):
+def test_an_inference_only_site_takes_part_in_one_shot_runs_only(study):
     shared = [*NOISE, "privacy.noise=shared"]
     refused(lambda: train(study, method="oneshot", overrides=shared, backend="local"), "S3.toml", "'own'")
     refused(lambda: released(study, "S3"), "S3.toml", "releases no statistics")
@@ -227,7 +227,7 @@ def test_a_receiver_takes_no_part_elsewhere(study):
     refused(lambda: released(study, "S3"), "S3", "without labels", "receiver")
 
 
-def test_a_receivers_stores_are_made_of_tables_without_labels(study, tmp_path):
+def test_stores_of_an_inference_only_site_come_from_tables_without_labels(study, tmp_path):
     folder = study.root / "new"
     folder.mkdir()
     slide = simulated_slides.plan_slides(1, 1, 512, seed=9)[0]
@@ -257,7 +257,7 @@ def test_a_receivers_stores_are_made_of_tables_without_labels(study, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_receiver_is_a_rank_of_its_own(study, wsi_fl):
+def test_an_inference_only_site_runs_in_a_separate_rank(study, wsi_fl):
     release_statistics(study, site=None, overrides=QUIET)
     settings = [word for override in FILES for word in ("--set", override)]
     done = wsi_fl("train", "--method", "oneshot", "--json", *settings, cwd=study.root)
@@ -267,7 +267,7 @@ def test_a_receiver_is_a_rank_of_its_own(study, wsi_fl):
     assert same(*(model(study.root / run["run"], "S3", "shared") for run in (by_ranks, by_one)))
 
 
-def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(study):
+def test_heads_are_solved_once_enough_statistics_arrive_and_again_with_more(study):
     def waits(words, *overrides):
         refused(lambda: joined(study, *overrides), *words, error=WsiFlError)
 
@@ -294,7 +294,7 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
     assert {name: study.ledger_path(name).read_text() for name in before} == before
 
 
-def test_a_run_keeps_the_letters_it_began_with(study):
+def test_a_run_keeps_the_class_statistics_it_began_with(study):
     released(study, "S0")
     summary = joined(study, "train.min_sites=1")
     (study.root / summary["run"] / "summary.json").unlink()
@@ -303,5 +303,5 @@ def test_a_run_keeps_the_letters_it_began_with(study):
 
 
 @pytest.mark.parametrize("wrong", ["train.deadline=soon", "train.min_sites=0"])
-def test_wrong_terms_are_refused(study, wrong):
+def test_wrong_terms_of_waiting_for_statistics_are_refused(study, wrong):
     refused(lambda: joined(study, wrong), wrong.split("=")[0])

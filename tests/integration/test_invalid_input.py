@@ -85,7 +85,7 @@ def test_an_override_out_of_bounds_is_refused_by_its_key(study, override, words)
     told(lambda: study.load_pipeline("small", [override]), *words)
 
 
-def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one_in_n():
+def test_a_batch_larger_than_the_hospital_or_a_delta_above_one_in_n_is_refused():
     def plan(delta=1e-5, **train):
         return plan_round(SiteFile(name="A", max_epsilon=9.0, delta=delta), Pipeline(train=train), 50)
 
@@ -97,7 +97,7 @@ def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one
 @pytest.mark.parametrize(
     ("override", "words"), [("train.batch_size=1000", "more than its 36 rows"), ("privacy.delta=0.5", "not below 1/36")]
 )
-def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
+def test_simulated_sites_get_warnings_of_batch_size_and_delta(study, capsys, override, words):
     with RunContext.create(study, study.load_pipeline("small", [override]), "proxyfl") as party:
         check_run(party, "local")
     said = " ".join(capsys.readouterr().err.split())
@@ -190,7 +190,7 @@ MALFORMED = [
 ]
 
 
-def test_a_malformed_annotation_is_refused_in_our_words(tmp_path):
+def test_a_malformed_annotation_is_refused_without_a_python_message(tmp_path):
     for content, words in MALFORMED:
         told(lambda content=content: read_annotations(annotation(tmp_path, content)), "a.xml", *words)
 

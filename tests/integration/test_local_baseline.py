@@ -83,7 +83,7 @@ def test_the_bias_is_midway_between_classes_of_rows_that_were_held_out():
     assert found.loss == _class_balanced_loss(found.held_out, labels)
 
 
-def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
+def test_the_local_baseline_reaches_the_accuracy_of_scikit_learn(skewed):
     run = run_of(skewed, *ALONE)
     rows = evaluate(skewed, run)["sites"]
     for k, share in enumerate((0.1, 0.9)):
@@ -124,7 +124,7 @@ def test_balance_makes_rare_classes_count_as_much(skewed):
     assert min(gains) > 0 and np.mean(gains) > 0.02
 
 
-def test_a_model_under_privacy_is_not_weighed_by_private_counts(skewed):
+def test_a_model_under_privacy_is_not_weighted_by_private_counts(skewed):
     released = []
     for balance in ("false", "true"):
         overrides = [*HEADS, "train.rounds=1", "privacy.insecure_seed=3", f"train.balance={balance}"]
@@ -134,7 +134,7 @@ def test_a_model_under_privacy_is_not_weighed_by_private_counts(skewed):
     assert released[0] == released[1] != []
 
 
-def test_other_models_choose_their_settings_one_by_one():
+def test_network_models_choose_their_settings_one_at_a_time():
     labels, patient = np.tile([0, 1], 20), np.array([f"p{i // 2}" for i in range(40)])
     asked = []
 
@@ -168,7 +168,7 @@ def right(answers, labels):
     return np.mean([(answers.argmax(1) == labels)[labels == one].mean() for one in (0, 1)])
 
 
-def test_nothing_is_mixed_in_that_helps_nobody():
+def test_a_useless_federated_model_gets_no_weight_in_the_ensemble():
     own = said(ROWS, 1.0, 0)
     for other in (said(ROWS, 0.0, 1), said(ROWS, -1.0, 1), np.full((400, 2), 0.5), own):
         stack = gate_ensemble(own, other, ROWS, EACH)
@@ -176,7 +176,7 @@ def test_nothing_is_mixed_in_that_helps_nobody():
         np.testing.assert_allclose(stack(own, other), own, atol=1e-9)
 
 
-def test_what_helps_is_mixed_in_and_the_lone_model_stays():
+def test_a_useful_federated_model_enters_the_ensemble_beside_the_local_one():
     own, other = said(ROWS, 1.0, 0), said(ROWS, 1.0, 2)
     both = gate_ensemble(own, other, ROWS, EACH)
     assert 1 / 3 <= both.weight <= 2 / 3
@@ -185,7 +185,7 @@ def test_what_helps_is_mixed_in_and_the_lone_model_stays():
     assert gate_ensemble(fools, other, ROWS, EACH).weight == 2 / 3  # never the joined one alone
 
 
-def test_few_rows_or_patients_show_nothing():
+def test_few_rows_or_patients_leave_the_ensemble_local():
     rare = np.repeat([0, 1], [60, 3])
     kept, lost = [], []
     for seed in range(40):
@@ -197,13 +197,13 @@ def test_few_rows_or_patients_show_nothing():
 
 
 @pytest.mark.parametrize(("n", "most"), [(1, 0.0), (2, 1 / 3), (5, 1 / 3), (8, 1 / 2), (40, 2 / 3)])
-def test_the_fewer_patients_a_class_has_the_less_is_mixed_in_however_good_it_looks(n, most):
+def test_the_ensemble_weight_falls_with_the_number_of_patients_of_a_class(n, most):
     labels = np.repeat([0, 1], [60, n])
     stack = gate_ensemble(said(labels, 0.0, 1), said(labels, 3.0, 2), labels, EACH[: 60 + n])
     assert stack.weight == most
 
 
-def test_noise_is_no_remedy_for_a_model_that_is_too_sure_of_itself():
+def test_an_uninformative_model_gets_no_weight_beside_an_overconfident_local_one():
     opened, kept = [], []
     for seed in range(40):
         own = softmax(5 * np.log(said(ROWS, 1.0, seed)))
@@ -212,7 +212,7 @@ def test_noise_is_no_remedy_for_a_model_that_is_too_sure_of_itself():
     assert np.mean(opened) < 0.1 and np.mean(kept) > 0.9
 
 
-def test_a_site_that_lacks_one_of_three_classes_or_has_a_single_row_of_it_asks_what_it_has_by_joining():
+def test_a_site_with_at_most_one_row_of_a_class_uses_the_federated_model():
     labels = np.tile([0, 1], 30)
     three = np.full((60, 3), 1 / 3)
     assert build_ensemble(three, three, labels, EACH[:60]) == single_federated_ensemble(3)
@@ -239,14 +239,14 @@ def test_the_threshold_moves_where_a_class_has_one_patient_with_many_rows():
 @pytest.mark.parametrize(
     ("rare", "patients", "most"), [(5, 1, 1 / 3), (5, 5, 2 / 3), (1, 1, 2 / 3)], ids=["one", "five", "row"]
 )
-def test_one_patient_of_a_class_speaks_for_a_third_of_a_letter_at_most(rare, patients, most):
+def test_the_only_patient_of_a_class_counts_for_at_most_a_third_of_its_statistics(rare, patients, most):
     labels = np.repeat([0, 1], (40, rare))
     whose = np.array([f"a{i}" for i in range(40)] + [f"b{i % patients}" for i in range(rare)])
     said = softmax(np.random.default_rng(0).normal(size=(len(labels), 2)) + 2.0 * np.eye(2)[labels])
     assert weight_by_sample_size(said, said, labels, (2.0, 200.0), patient=whose).weight == pytest.approx(most)
 
 
-def test_rows_of_one_patient_are_no_more_than_one():
+def test_rows_of_a_patient_count_as_one():
     eight = np.tile([0, 1], 4)
     pairs = [[np.tile(said(eight, 0.5, seed + k), (50, 1)) for k in (0, 1000)] for seed in range(60)]
     alike = np.tile(np.arange(8).astype(str), 50)
@@ -254,7 +254,7 @@ def test_rows_of_one_patient_are_no_more_than_one():
     assert often[0] > often[1] + 0.3
 
 
-def test_a_joined_model_that_prefers_a_class_is_centred():
+def test_a_federated_model_that_prefers_a_class_is_centred():
     rng = np.random.default_rng(0)
     labels = np.repeat([0, 1], [380, 20])
     margin = (np.where(labels == 1, 1.0, -1.0) + rng.normal(size=400)) * 2 - 6  # an answer shifted by a prior
@@ -265,7 +265,7 @@ def test_a_joined_model_that_prefers_a_class_is_centred():
     assert right(stack(own, other), labels) > right(own, labels) + 0.02
 
 
-def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
+def test_an_ensemble_loads_back_from_its_document_and_keeps_impossible_classes_at_zero():
     found = gate_ensemble(said(ROWS, 1.0, 0), said(ROWS, 1.0, 2), ROWS, EACH)
     stack = replace(found, own="local", shared="mean")
     document = json.loads(json.dumps(asdict(stack)))
@@ -279,7 +279,7 @@ def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
     np.testing.assert_allclose(single_federated_ensemble(2)(other, own := said(ROWS, 1.0, 4)), own, atol=1e-9)
 
 
-def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
+def test_proxies_form_an_ensemble_with_a_tuned_head(skewed):
     settings = [*HEADS, "train.tune=true", "predict.model=ensemble", "train.rounds=3", "privacy.target_epsilon=8"]
     document = evaluate(skewed, run_of(skewed, *settings, method="proxyfl"))
     assert {row["model"] for row in document["sites"]} == {"ensemble"}
@@ -288,7 +288,7 @@ def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
     refused(lambda: run_of(skewed, *untuned, method="proxyfl"), "train.local_baseline=true")
 
 
-def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
+def test_the_threshold_for_positive_slides_suits_the_local_slides():
     score = np.array([0.55, 0.7, 0.75, 0.92, 0.96])
     truth = np.array([0, 0, 0, 1, 1])
     point = find_operating_point(score, truth)
@@ -305,7 +305,7 @@ def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
     assert reached[0] == max(reached)
 
 
-def test_a_tuned_hospital_calls_slides_by_patients_that_were_held_out(tmp_path):
+def test_a_tuned_hospital_sets_the_slide_threshold_on_held_out_patients(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     tumour = np.zeros((20, 10), int)  # every second slide has three tumour patches among ten; all look a little ill
     tumour[1::2, :3] = 1
@@ -353,7 +353,7 @@ def studies(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", TALKING)
-def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studies, kind, method):
+def test_the_local_model_trains_beside_the_others_and_changes_none_of_them(studies, kind, method):
     study, settings = studies[kind], KINDS[kind]
     with_it, without = (seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false"))
     for role in ("private", *["proxy"] * (method in ("proxyfl", "fml"))):
@@ -369,7 +369,7 @@ def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studie
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_model_that_training_alone_gives(studies, kind):
+def test_the_local_model_equals_the_one_of_local_training(studies, kind):
     study, tune = studies[kind], f"train.tune={str(kind == 'heads').lower()}"
     held = [one for one in KINDS[kind] if "val_fraction" not in one]
     joined = seeded(study, "fedavg", *held)
@@ -377,7 +377,7 @@ def test_it_is_the_model_that_training_alone_gives(studies, kind):
     alike(kept(joined, "local"), kept(alone, "private"))
 
 
-def test_models_that_stay_have_a_rate_of_their_own(studies):
+def test_models_that_stay_at_the_site_have_a_separate_learning_rate(studies):
     study, slow = studies["networks"], "train.private_lr=0.0005"
     joined, proxies = (seeded(study, "proxyfl", "train.lr=0.03", *more) for more in ([slow], []))
     alone = seeded(study, "regular", "train.lr=0.0005", "privacy.enabled=false")
@@ -388,7 +388,7 @@ def test_models_that_stay_have_a_rate_of_their_own(studies):
     alike(*with_noise)
 
 
-def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
+def test_a_tuned_network_weighs_its_ensemble_on_all_training_rows(studies):
     study = studies["networks"]
     path = seeded(study, "proxyfl", "train.tune=true")
     alike(kept(path, "local"), kept(seeded(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"))
@@ -400,7 +400,7 @@ def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind):
+def test_a_resumed_run_keeps_its_local_model_and_predictions(studies, kind):
     study, settings = studies[kind], [*KINDS[kind], "train.rounds=3"]
     whole = seeded(study, "proxyfl", *settings)
     with interrupted_after(4):
@@ -413,7 +413,7 @@ def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind
         assert of_site(whole, site, "prediction_model") == of_site(broken, site, "prediction_model")
 
 
-def test_what_is_never_sent_is_not_counted_and_does_not_leave(studies):
+def test_the_local_model_is_not_sent_and_adds_no_bytes(studies):
     runs = [seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}") for said in ("true", "false")]
     sent = [[line["bytes"] for line in metrics(path, "S0")] for path in runs]
     assert sent[0] == sent[1]

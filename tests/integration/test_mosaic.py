@@ -85,7 +85,7 @@ def plain_features(name, path, patches):
         return model((torch.from_numpy(patches).permute(0, 3, 1, 2) / 255 - mean) / std).numpy()
 
 
-def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, tiny_weights):
+def test_the_store_holds_the_features_of_timm(calm, archive, tiny_weights):
     study, row = calm
     assert row["failed"] == [] and row["bags"] == row["slides"] == 4 == row["train"] + row["test"]
     assert sum(row["classes"].values()) == 4 and set(row["classes"]) == set(CLASSES)
@@ -104,7 +104,7 @@ def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, ti
                 assert min(picture.size) > 400
 
 
-def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, settings, tiny_weights, tmp_path):
+def test_a_new_slide_is_predicted_from_a_fresh_mosaic(calm, archive, settings, tiny_weights, tmp_path):
     study = Study(shutil.copytree(calm[0].root, tmp_path / "study"))
     overrides = [*settings, "train.data=mosaics", "train.rounds=2", "train.batch_size=2"]
     overrides += ["model.private=deepset", "privacy.enabled=false"]
@@ -125,7 +125,7 @@ def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, 
     assert "was trained on features of test_efficientnet sha256:" in failed["reason"]
 
 
-def test_the_mosaic_keeps_of_every_colour_group_its_share_of_places_once():
+def test_the_mosaic_samples_every_colour_group_in_proportion_without_repeats():
     rng = np.random.default_rng(0)
     centres = np.array([[200, 100, 150], [90, 40, 110], [230, 200, 220]])
     group = np.repeat([0, 1, 2], [120, 60, 7])
@@ -142,7 +142,7 @@ def test_the_mosaic_keeps_of_every_colour_group_its_share_of_places_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 3])
-def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm, settings, after):
+def test_mosaic_killed_at_any_moment_and_restarted_writes_the_same_bytes(study, calm, settings, after):
     command = [sys.executable, "-m", "wsi_fl", "mosaic", "--site", "C1"]
     command += [part for value in settings for part in ("--set", value)]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -160,7 +160,7 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm
     assert not list((study.root / "stores").rglob("*.partial*"))
 
 
-def test_a_second_run_makes_nothing_and_changes_are_noticed(study, calm, settings, tiny_weights, tmp_path, capsys):
+def test_a_second_run_writes_nothing_and_changes_are_noticed(study, calm, settings, tiny_weights, tmp_path, capsys):
     shutil.copytree(calm[0].root / "stores", study.root / "stores")
     shards = sorted((study.root / "stores/C1/mosaics").glob("*.h5"))
     before = {path: path.stat().st_mtime_ns for path in shards}
@@ -172,7 +172,7 @@ def test_a_second_run_makes_nothing_and_changes_are_noticed(study, calm, setting
     assert capsys.readouterr().err.count("made again") == 4
 
 
-def test_slides_without_tissue_and_broken_ones_are_set_aside_in_one_line(archive, tmp_path, settings):
+def test_slides_without_tissue_and_broken_ones_are_excluded_in_one_line(archive, tmp_path, settings):
     copy = tmp_path / "copy"
     shutil.copytree(archive, copy)
     broken, empty, *_ = sorted(copy.rglob("*.tif"))
@@ -187,7 +187,7 @@ def test_slides_without_tissue_and_broken_ones_are_set_aside_in_one_line(archive
 
 
 @pytest.mark.slow
-def test_a_damaged_patch_is_left_out_and_named(study, settings, monkeypatch):
+def test_a_damaged_patch_is_excluded_and_named(study, settings, monkeypatch):
     slide = Slide.read
     bad = []
 
@@ -219,7 +219,7 @@ def test_ranks_share_the_slides_and_give_the_same_store(study, calm, settings, a
             assert np.array_equal(one.read_bag(k).xy_l0, other.read_bag(k).xy_l0)
 
 
-def test_subtypes_are_classes_and_other_diagnoses_are_set_aside(study, settings, monkeypatch):
+def test_subtypes_are_classes_and_other_diagnoses_are_excluded(study, settings, monkeypatch):
     names = {"kidney": ["KIRP", "KIRC"], "lung": ["LUAD"]}
 
     def diagnosed(*given):
@@ -260,7 +260,7 @@ def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
         np.testing.assert_allclose(encoder(patch), pooled(maps).mean((2, 3)).numpy(), atol=1e-4)
 
 
-def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, settings, wsi_fl):
+def test_the_mosaic_command_refuses_bad_usage_and_prints_one_document(study, calm, settings, wsi_fl):
     assert wsi_fl("mosaic", cwd=study.root).returncode == 2
     shutil.copytree(calm[0].root / "stores", study.root / "stores")
     sets = [part for value in settings for part in ("--set", value)]
@@ -270,7 +270,7 @@ def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, settin
     assert keys <= json.loads(done.stdout)["sites"][0].keys()
 
 
-def test_one_scan_of_several_patients_is_in_one_split_and_told(settings, tmp_path):
+def test_a_scan_of_several_patients_is_in_one_split_and_reported(settings, tmp_path):
     """Also where one is a link, and where two sites have it."""
     folder = simulated_slides.simulate_archive(tmp_path / "painted", n_sites=1, patients_per_site=1, size_px=768)
     source = next(folder.rglob("*.tif"))
@@ -288,7 +288,7 @@ def test_one_scan_of_several_patients_is_in_one_split_and_told(settings, tmp_pat
     assert made["copies"] and "c (site B, patient r)" in made["copies"][0]
 
 
-def test_slides_that_all_lack_a_class_end_in_one_line(settings, tmp_path):
+def test_slides_that_all_lack_a_class_are_refused_in_one_line(settings, tmp_path):
     (tmp_path / "archive" / "slides").mkdir(parents=True)
     for name in "ab":
         (tmp_path / "archive" / "slides" / f"{name}.tif").touch()

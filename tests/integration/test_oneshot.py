@@ -87,7 +87,7 @@ def holding(x, labels, noise=0.0, **how):
 
 
 @pytest.mark.parametrize("n_classes", [2, 5])
-def test_a_row_changes_the_sums_by_at_most_one(n_classes):
+def test_a_row_changes_the_statistics_by_at_most_one(n_classes):
     head, rng = SharedHead(n_classes, D), np.random.default_rng(0)
     worst = 0.0
     for scale in (1e-3, 1.0, 1e3):
@@ -103,7 +103,7 @@ def test_a_row_changes_the_sums_by_at_most_one(n_classes):
     assert 0.9 < worst <= 1  # the bound is used, and kept
 
 
-def test_a_class_that_nobody_has_is_no_answer():
+def test_a_class_without_rows_is_never_predicted():
     head, (x, _) = SharedHead(3, D), rows_of(50, 0)
     labels = np.arange(50) % 2
     exact = sums_of(head, x, labels)
@@ -116,7 +116,7 @@ def test_a_class_that_nobody_has_is_no_answer():
     assert float(answers[:, 2].max()) < 1e-6 < float(answers[:, :2].min())
 
 
-def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_has():
+def test_a_patient_changes_the_statistics_by_at_most_the_bound_for_any_number_of_rows():
     head, (x, labels) = SharedHead(2, D), rows_of(60, 1)
     head.clip_scale.fill_(_PATIENT_CLIP)
     x[:40] = x[0]  # forty rows alike, of both classes
@@ -131,7 +131,7 @@ def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_ha
     assert float(rows.norm()) > 30  # by rows that patient would not be protected
 
 
-def test_noise_has_the_variance_of_the_account_and_is_of_no_generator_whose_state_could_be_solved_for(monkeypatch):
+def test_noise_has_the_variance_of_the_account_and_comes_from_no_predictable_generator(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *_, **__: pytest.fail("a generator's numbers"))
     exact, found = torch.linspace(-3, 3, 20_000, dtype=torch.float64), []
     with torch.random.fork_rng():
@@ -147,7 +147,7 @@ def test_noise_has_the_variance_of_the_account_and_is_of_no_generator_whose_stat
 
 
 @pytest.mark.parametrize("sigma", [0.5, 3.731, 20.0])
-def test_epsilon_of_releases_is_exact_and_with_sampled_steps_it_is_more_than_either(sigma):
+def test_epsilon_of_releases_is_exact_and_composes_with_sampled_steps(sigma):
     accounting = pytest.importorskip("dp_accounting")
     once, steps = Mechanism(sigma, 1.0, 1.0, 1), Mechanism(1.5, 1.0, 0.05, 100)
     assert epsilon([once], 1e-5) == pytest.approx(accounting.get_epsilon_gaussian(sigma, 1e-5), abs=1e-6)
@@ -156,7 +156,7 @@ def test_epsilon_of_releases_is_exact_and_with_sampled_steps_it_is_more_than_eit
     assert epsilon([once, steps], 1e-5) > max(epsilon([once], 1e-5), epsilon([steps], 1e-5))
 
 
-def test_without_noise_all_know_the_means_of_all_rows_together():
+def test_without_noise_every_site_knows_the_pooled_means():
     (xa, ya), (xb, yb) = rows_of(80, 0, 0.3), rows_of(120, 1, 0.6)
     heads = [holding(xa, ya), holding(xb, yb)]
     SharedHead.combine(heads)
@@ -170,7 +170,7 @@ def test_without_noise_all_know_the_means_of_all_rows_together():
         assert (head(x).argmax(1).numpy() == y).mean() > 0.9
 
 
-def test_it_is_discriminant_analysis_with_a_shrunk_covariance():
+def test_the_one_shot_head_is_discriminant_analysis_with_a_shrunk_covariance():
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
     x, labels = rows_of(400, 0, 0.3)
@@ -188,7 +188,7 @@ def test_it_is_discriminant_analysis_with_a_shrunk_covariance():
     np.testing.assert_allclose((said[:, 1] - said[:, 0]).numpy(), wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_a_class_of_few_rows_counts_for_less_in_a_noisy_letter_and_nothing_else_says_so():
+def test_a_class_of_few_rows_counts_for_less_in_noisy_statistics():
     head, (x, labels) = SharedHead(2, D), rows_of(400, 0, 0.1)
     exact = sums_of(head, x, labels)
     same, none = head.weight_by_precision(exact, 0.0)
@@ -212,7 +212,7 @@ class _Fixed:
         return self
 
 
-def test_means_of_others_count_as_far_as_their_noise_lets_them():
+def test_means_of_other_sites_are_weighted_by_their_noise():
     torch.manual_seed(0)
     (xa, ya), (xb, yb) = rows_of(60, 0, 0.5), rows_of(600, 1, 0.5)
     alone = holding(xa, ya)
@@ -226,7 +226,7 @@ def test_means_of_others_count_as_far_as_their_noise_lets_them():
     torch.testing.assert_close(heads[0].class_means()[0], alone.class_means()[0], atol=0.03, rtol=0.0)
 
 
-def test_rows_of_one_patient_tell_as_little_as_they_differ():
+def test_the_effective_sample_size_of_a_patients_rows_follows_from_their_variance():
     """The mean of ten patients of 30 rows each varies as the simulation says, and not as that of 300 patients."""
     rng = np.random.default_rng(0)
     patient, labels = np.repeat(np.arange(20), 30), np.repeat([0, 1], 300)
@@ -260,7 +260,7 @@ def test_rows_of_one_patient_tell_as_little_as_they_differ():
     assert float(known(x, labels).design_effect) == 300  # a patient of each class says nothing of others
 
 
-def test_what_follows_from_releases_alone_holds_nothing_of_the_site():
+def test_a_head_of_released_statistics_does_not_depend_on_local_rows():
     (xa, ya), (xb, yb) = rows_of(80, 0, 0.5), rows_of(80, 1, 0.5)
     heads = [holding(xa, ya, 0.5), holding(xb, yb, 0.5)]
     SharedHead.combine(heads)
@@ -269,7 +269,7 @@ def test_what_follows_from_releases_alone_holds_nothing_of_the_site():
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, 4.0, 16.0])
-def test_a_head_without_own_rows_is_as_sure_as_its_letters_are(noise, monkeypatch):
+def test_a_head_without_local_rows_is_as_confident_as_its_statistics_allow(noise, monkeypatch):
     """What it has of noise alone says nothing of a class; which class is the most probable stays as it was."""
     torch.manual_seed(0)
     held, (x, y) = [], map(torch.from_numpy, rows_of(4000, 9))
@@ -287,7 +287,7 @@ def test_a_head_without_own_rows_is_as_sure_as_its_letters_are(noise, monkeypatc
     assert ours <= theirs and (noise > 4 or ours < 0.69)  # as who knows nothing
 
 
-def test_bags_count_by_their_mean_and_padding_by_nothing():
+def test_bags_count_by_their_mean_and_padding_is_ignored():
     from wsi_fl.learning.examples import pack_bags
 
     rng = np.random.default_rng(0)
@@ -297,7 +297,7 @@ def test_bags_count_by_their_mean_and_padding_by_nothing():
     torch.testing.assert_close(found, SharedHead(2, D).embed_rows(torch.from_numpy(means)))
 
 
-def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(study):
+def test_hospitals_with_a_single_class_learn_the_other_from_one_message(study):
     summary = oneshot(study, "privacy.target_epsilon=8")
     assert summary["communication"]["messages"] == 4 and charges(study) == [1, 1, 1]  # to the hub and back
     for row in summary["sites"]:
@@ -310,7 +310,7 @@ def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(stu
     assert write_report(study, summary["run"]).exists()
 
 
-def test_what_travels_is_noisy_and_what_stays_is_exact(study):
+def test_sent_statistics_are_noisy_and_local_ones_are_exact(study):
     run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
     kept = model(run, "S0", "shared")
     exact, variances = kept["noiseless_statistics"].view(2, -1), kept["released"][-2:]
@@ -330,7 +330,7 @@ def plain(tmp_path_factory):
         return study, *an_audit(study, patch, "privacy.enabled=false")
 
 
-def test_without_privacy_the_sums_are_exact(plain):
+def test_without_privacy_the_statistics_are_exact(plain):
     _, run, _ = plain
     kept = model(run, "S0", "shared")
     torch.testing.assert_close(kept["released"][:-2], kept["noiseless_statistics"], rtol=1e-6, atol=1e-5)
@@ -339,7 +339,7 @@ def test_without_privacy_the_sums_are_exact(plain):
     assert float(counts.sum()) == pytest.approx(60)  # every row, whatever the size of batches
 
 
-def test_a_killed_run_sends_the_same_sums_once_more(study):
+def test_a_resumed_run_sends_the_same_statistics_again(study):
     with interrupted_after(2):
         oneshot(study, "privacy.sigma=2.0")
     before = lines_of(study, "S0")
@@ -348,7 +348,7 @@ def test_a_killed_run_sends_the_same_sums_once_more(study):
     assert summary["sites"][0]["epsilon"] == pytest.approx(epsilon([Mechanism(2.0, 1.0, 1.0, 1)], 1e-5))
 
 
-def test_a_letter_that_is_refused_counts_as_none(study, monkeypatch):
+def test_refused_statistics_do_not_enter_the_head(study, monkeypatch):
     real = exchange._find_range_problem
 
     def judged(message, *how, **more):
@@ -363,7 +363,7 @@ def test_a_letter_that_is_refused_counts_as_none(study, monkeypatch):
 
 
 @pytest.mark.parametrize(("variance", "noisy"), [(-1.0, False), (-1.0, True), (0.0, True)])
-def test_a_letter_must_say_what_noise_it_has(variance, noisy):
+def test_class_statistics_must_state_their_noise(variance, noisy):
     vector = np.array([3.0, 1.0, variance, 4.0], np.float32)
     message = Message(1, 0, 1, "sums", vector, 1.0)
     assert f"variance of {variance:.3g}" in exchange._find_range_problem(message, 2, is_noisy=noisy)
@@ -371,7 +371,7 @@ def test_a_letter_must_say_what_noise_it_has(variance, noisy):
     assert exchange._find_range_problem(message, 2, is_noisy=noisy) == ""
 
 
-def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
+def test_a_real_hospital_is_charged_for_life_and_a_dry_run_is_free(study):
     make_real(study)
     only = ["sites=['S0']", "privacy.target_epsilon=1"]
     (planned,) = dry_run(study, method="oneshot", overrides=[*HEADS, *only])["sites"]
@@ -384,7 +384,7 @@ def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
     assert second == pytest.approx(_gaussian_epsilon(sqrt(2) / 3.731, 1e-5), abs=1e-3)
 
 
-def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
+def test_statistics_of_a_much_larger_site_are_accepted(study):
     x, labels = rows_of(1000, 5)
     write_features(study, "S2", x, labels, [f"p{i}" for i in range(1000)], ["train"] * 990 + ["test"] * 10)
     run = study.root / oneshot(study, "privacy.target_epsilon=8")["run"]
@@ -399,7 +399,7 @@ def an_audit(study, monkeypatch, *overrides):
 
 
 @pytest.mark.parametrize("unit", ["patient", "row"])
-def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(request, monkeypatch, unit):
+def test_an_audit_attacks_every_patient_of_the_statistics_and_keeps_names_at_the_site(request, monkeypatch, unit):
     if unit == "row":
         study, run, document = request.getfixturevalue("plain")
     else:
@@ -426,7 +426,7 @@ def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(request,
 PATIENTS = {f"p{k}" for k in range(20)}
 
 
-def test_an_audit_says_what_each_letter_changes(plain):
+def test_an_audit_reports_the_effect_of_each_sites_statistics(plain):
     _, run, document = plain
     assert [row["site"] for row in document["influence"]] == ["S0", "S1", "S2"]
     for row in document["influence"]:
@@ -439,7 +439,7 @@ def test_an_audit_says_what_each_letter_changes(plain):
     assert document["influence"][0]["moved"] == pytest.approx(moved, rel=1e-3)
 
 
-def test_an_audit_of_letters_whose_noise_leaves_the_head_no_weight_is_written(plain, monkeypatch):
+def test_an_audit_of_statistics_dominated_by_noise_is_written(plain, monkeypatch):
     study, run, _ = plain
     head = SharedHead.solve_head
     monkeypatch.setattr(SharedHead, "solve_head", lambda self: (torch.zeros_like(head(self)[0]), head(self)[1]))
@@ -449,7 +449,7 @@ def test_an_audit_of_letters_whose_noise_leaves_the_head_no_weight_is_written(pl
 
 
 @pytest.mark.parametrize("forged", [1000, -1])
-def test_a_forged_letter_is_refused_where_it_arrives(study, monkeypatch, forged):
+def test_forged_statistics_are_refused_where_they_arrive(study, monkeypatch, forged):
     real = SharedHead.set_noisy_statistics
 
     def hold(head, exact, noisy, variance):
@@ -492,7 +492,7 @@ def noise_of_the_sum(run):
     return (held["sums"][:-2].double() * 3 - sum(exact_sums(run))).numpy(), held
 
 
-def test_shared_noise_is_in_the_sum_once_and_its_epsilon_says_on_whom_it_rests(study):
+def test_distributed_noise_is_in_the_sum_once_and_its_epsilon_names_the_trusted_sites(study):
     summary = oneshot(study, *SHARED)
     run = study.root / summary["run"]
     for row in summary["sites"]:
@@ -505,7 +505,7 @@ def test_shared_noise_is_in_the_sum_once_and_its_epsilon_says_on_whom_it_rests(s
     assert all(torch.equal(model(run, f"S{k}", "shared")["sums"], held["sums"]) for k in (1, 2))
 
 
-def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_its_message(study, monkeypatch):
+def test_without_noise_the_masked_sum_is_exact_and_no_message_reveals_a_sites_statistics(study, monkeypatch):
     sent, real = [], LocalComm.exchange
 
     def listened(self, outgoing, *args, **kwargs):
@@ -525,7 +525,7 @@ def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_i
     assert np.bincount(plain, minlength=256).max() > 4 * counts.max()
 
 
-def test_a_sum_that_was_read_is_not_made_again(study):
+def test_a_completed_secure_aggregation_is_not_repeated(study):
     with interrupted_after(1):
         oneshot(study, *SHARED)
     summary = resume_run(study, "1", backend="local")
@@ -543,7 +543,7 @@ def four(tmp_path):
     return study
 
 
-def test_the_others_go_on_without_a_site_that_vanished(four):
+def test_the_other_sites_continue_without_a_site_that_dropped_out(four):
     with cut_off():
         oneshot(four, *SHARED)
     summary = resume_run(four, "1", without=["S3"], backend="local")
@@ -553,7 +553,7 @@ def test_the_others_go_on_without_a_site_that_vanished(four):
     assert charges(four, 4) == [2, 2, 2, 1]
 
 
-def test_a_sum_that_may_lose_a_site_has_the_noise_of_those_who_must_stay(four):
+def test_a_sum_that_tolerates_a_dropout_has_the_noise_of_the_required_sites(four):
     summary = oneshot(four, *SHARED, "privacy.dropouts=1")
     head = model(four.root / summary["run"], "S0", "shared")
     assert {row["guarantee"] for row in summary["sites"]} == {"shared"}
@@ -563,7 +563,7 @@ def test_a_sum_that_may_lose_a_site_has_the_noise_of_those_who_must_stay(four):
     refused(lambda: oneshot(four, *SHARED, "privacy.dropouts=2"), words)
 
 
-def test_who_rests_on_others_says_so_by_name(study):
+def test_distributed_noise_needs_explicit_permission(study):
     make_real(study)
     refused(lambda: oneshot(study, *SHARED, backend="mpi"), 'allow = ["shared"]', "other sites")
     refused(lambda: oneshot(study, *SHARED, "sites=['S0', 'S1']"), "needs 3 sites")
@@ -571,7 +571,7 @@ def test_who_rests_on_others_says_so_by_name(study):
     refused(lambda: train(study, **other), "use oneshot")
 
 
-def test_void_sums_do_not_end_a_run_and_each_is_charged_and_has_fresh_noise(study):
+def test_void_sums_do_not_end_a_run_and_each_is_charged_with_fresh_noise(study):
     with cut_off():
         oneshot(study, *SHARED)
     for _ in range(2):
@@ -582,7 +582,7 @@ def test_void_sums_do_not_end_a_run_and_each_is_charged_and_has_fresh_noise(stud
     assert summary["sites"][0]["epsilon"] == pytest.approx(_gaussian_epsilon(sqrt(4) / 3, 1e-5), rel=1e-4)
 
 
-def test_who_holds_a_sum_makes_no_other_one(study):
+def test_a_site_that_has_opened_the_sum_starts_no_second_one(study):
     """One site has opened it when the job ends, so that the others would have to spend once more, and it too."""
     real, opened = secure_aggregation._open_sum, []
 
@@ -597,7 +597,7 @@ def test_who_holds_a_sum_makes_no_other_one(study):
     assert charges(study) == [1, 1, 1]
 
 
-def test_a_second_attempt_asks_all_budgets_first(study):
+def test_a_second_attempt_checks_all_budgets_first(study):
     edit(site_file(study, "S2"), more="max_epsilon = 1.5\n")
     with cut_off():
         oneshot(study, *SHARED)

@@ -56,7 +56,7 @@ def flat(options):
         ("kvasir", ("folder", 24, 40, 3, 8), {"--size-px": "32"}),
     ],
 )
-def test_the_first_line_does_the_study_at_a_smaller_scale(study, monkeypatch, name, images, smaller):
+def test_the_first_line_of_a_pipeline_runs_the_study_at_a_smaller_scale(study, monkeypatch, name, images, smaller):
     data = write_images(study.root / images[0], *images[1:])
     divided, trained = first_line(name)
     monkeypatch.chdir(study.root)
@@ -91,6 +91,6 @@ def test_every_shipped_pipeline_names_models_that_exist(study, path):
         (("train.data=mosaics", "privacy.unit=row"), "row"),
     ],
 )
-def test_patients_are_protected_where_slides_or_patients_are_asked_about(study, overrides, unit):
+def test_pipelines_for_slides_or_patients_protect_patients(study, overrides, unit):
     (study.root / "pipelines/mine.toml").write_text("[train]\nrounds = 1\n", encoding="utf-8")
     assert study.load_pipeline("mine", overrides).privacy.unit == unit

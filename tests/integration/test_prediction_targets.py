@@ -189,7 +189,7 @@ def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
         ({"time": "t", "event": "e", "intervals": [2.0, 1.0]}, "the ends must rise"),
     ],
 )
-def test_what_is_no_question_is_refused(target, said):
+def test_an_invalid_target_is_refused(target, said):
     refused(lambda: build_task(TargetSettings(**target)), said)
 
 
@@ -273,7 +273,7 @@ def edit(study, **changes):
     write_table(path, [rows[0] | changes, *rows[1:]])
 
 
-def test_a_patient_is_one_bag_of_all_slides_and_a_slide_is_one_otherwise(study):
+def test_a_bag_holds_all_slides_of_a_patient_or_a_single_slide(study):
     with opened(study, *NUMBER) as slides, opened(study, *NUMBER, 'target.per="patient"') as patients:
         assert (len(slides.table), len(patients.table)) == (2 * N, N)
         assert patients.table.slide.tolist() == patients.table.patient.tolist()
@@ -287,7 +287,7 @@ def test_a_patient_is_one_bag_of_all_slides_and_a_slide_is_one_otherwise(study):
         assert len(survival.table) == N and survival.table.label.shape == (N, 2)
 
 
-def test_survival_is_learned_measured_and_drawn(survived):
+def test_survival_is_trained_evaluated_and_plotted(survived):
     study, run, document = survived
     assert (document["task"], document["scores"]) == ("survival", ["concordance", "integrated_brier"])
     assert document["merged"]["concordance"]["mean"] > 0.7
@@ -306,7 +306,7 @@ def test_survival_is_learned_measured_and_drawn(survived):
 
 
 @pytest.mark.slow
-def test_methods_that_answer_the_same_question_are_compared_by_its_scores(survived):
+def test_methods_with_the_same_target_are_compared_by_its_scores(survived):
     study, run, _ = survived
     document = compare_methods(study, [run, trained(study, *LONG)])
     worth, rows = document["benefit"], {row["label"]: row for row in document["rows"]}
@@ -318,14 +318,14 @@ def test_methods_that_answer_the_same_question_are_compared_by_its_scores(surviv
     assert "own_concordance_mean" in (study.root / document["table"]).read_text().splitlines()[0]
 
 
-def test_runs_that_answer_other_questions_are_not_compared(survived):
+def test_runs_with_different_targets_are_not_compared(survived):
     study, run, _ = survived
     other = trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = (f"{other}: has another target (column 'burden'", f"than {run} (time until 'dead'")
     refused(lambda: compare_methods(study, [run, other]), *said)
 
 
-def test_a_slide_is_predicted_with_the_chance_of_being_without_the_event(survived):
+def test_a_slide_is_predicted_with_its_event_free_probability(survived):
     study, run, _ = survived
     (row,) = predict(study, run, site="S0", slides=[Path("S0_3_1")])["slides"]
     chances = list(row["without_event"].values())
@@ -336,14 +336,14 @@ def test_a_slide_is_predicted_with_the_chance_of_being_without_the_event(survive
     assert len(patches) == row["patches"] and 0 <= float(patches[0]["without_event_36"]) <= 1
 
 
-def test_a_number_is_learned(study):
+def test_a_numeric_target_is_trained(study):
     run = trained(study, *NUMBER, OPEN, "train.rounds=8")
     merged = evaluate(study, run)["merged"]
     assert merged["r2"]["mean"] > 0.5 and merged["mae"]["mean"] < 0.2
     assert "Each dot is a test" in write_report(study, run).read_text()
 
 
-def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_is_among_it(study, capsys):
+def test_the_best_model_on_validation_rows_predicts_a_number_and_the_local_one_is_a_candidate(study, capsys):
     for more, n in ((["train.val_fraction=0.3"], 1), ([], 0)):
         run = trained(study, *NUMBER, OPEN, "train.rounds=2", *more, method="proxyfl")
         said = " ".join(capsys.readouterr().err.split())  # before anything is spent
@@ -356,7 +356,7 @@ def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_i
             assert row["model"] == choice["model"] and "local" in row["models"] and "ensemble" not in row["models"]
 
 
-def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):
+def test_survival_trains_with_differential_privacy_at_the_epsilon_of_classes(study):
     spent = []
     for target in (SURVIVAL, (*GRADE, 'target.per="patient"')):
         dp = ["privacy.unit=patient", "privacy.insecure_seed=1", "train.rounds=1"]
@@ -379,7 +379,7 @@ def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_co
         (GRADE, {"patient": "P1", "grade": "low"}, "patient P1 has another value"),
     ],
 )
-def test_a_table_that_does_not_answer_is_refused_in_one_line(study, target, change, said):
+def test_a_table_without_the_target_is_refused_in_one_line(study, target, change, said):
     if change.get("patient"):
         rows = list(csv.DictReader((study.root / "S0.csv").open()))
         change["grade"] = {"low": "high", "high": "low"}[rows[1]["grade"]]
@@ -389,13 +389,13 @@ def test_a_table_that_does_not_answer_is_refused_in_one_line(study, target, chan
 
 @pytest.mark.parametrize("word", ["nan", "NA", "N/A", "None", "null", "-", "<NA>"])
 @pytest.mark.parametrize(("target", "column"), [(NUMBER, "burden"), (GRADE, "grade"), (SURVIVAL, "months")])
-def test_what_means_nothing_is_no_answer(study, target, column, word):
+def test_placeholder_values_are_no_labels(study, target, column, word):
     edit(study, **{column: word})
     with opened(study, *target) as data:
         assert set(data.target_labels.excluded) <= {"S0_0_0", "S0_0_1"} and data.target_labels.excluded
 
 
-def test_a_value_that_means_nothing_elsewhere_is_a_class_where_it_is_named(study):
+def test_a_placeholder_value_is_a_class_where_the_target_names_it(study):
     path = study.root / "S0.csv"
     path.write_text(path.read_text().replace(",low,", ",-,").replace(",high,", ",+,"))
     with opened(study, 'target.column="grade"', 'target.classes=["-", "+"]') as data:
@@ -411,13 +411,13 @@ def test_a_value_that_means_nothing_elsewhere_is_a_class_where_it_is_named(study
         (lambda row: row | {"burden": "NA"}, "none of its lines has a value"),
     ],
 )
-def test_a_table_that_answers_for_nobody_says_why_with_names_of_both(study, change, said):
+def test_a_table_that_matches_no_patient_is_refused_with_names_of_both(study, change, said):
     path = study.root / "S0.csv"
     write_table(path, [change(row) for row in csv.DictReader(path.open())])
     refused(lambda: opened(study, *NUMBER), "has a label for [target] for none of the 48 slides", said)
 
 
-def test_patients_classes_and_columns_meet_however_they_are_composed(study):
+def test_patients_classes_and_columns_match_in_any_unicode_form(study):
     path = study.root / "S0.csv"
     text = path.read_text().replace("grade", "Größe").replace(",low,", ",süß,").replace(",high,", ",säuer,")
     path.write_text(normalize("NFD", text), encoding="utf-8")
@@ -426,7 +426,7 @@ def test_patients_classes_and_columns_meet_however_they_are_composed(study):
         assert len(data.table) == 2 * N and set(data.table.label.tolist()) == {0, 1}
 
 
-def test_the_value_that_a_refusal_names_is_taken_in_either_place_that_it_proposes(study):
+def test_the_value_that_a_refusal_names_is_accepted_in_both_proposed_places(study):
     edit(study, grade="Low")
     refused(lambda: opened(study, *GRADE), "add it there, or to target.ignore")
     with opened(study, *GRADE, 'target.ignore=["Low"]') as data:
@@ -435,7 +435,7 @@ def test_the_value_that_a_refusal_names_is_taken_in_either_place_that_it_propose
         assert len(data.table) == 2 * N
 
 
-def test_a_decimal_comma_is_refused_with_what_to_write(study):
+def test_a_decimal_comma_is_refused_with_its_correction(study):
     edit(study, burden="0,25")
     refused(lambda: opened(study, *NUMBER), "burden = '0,25' is no number; write 0.25")
     edit(study, burden="0.25")
@@ -443,7 +443,7 @@ def test_a_decimal_comma_is_refused_with_what_to_write(study):
         assert data.table.label[0] == 0.25
 
 
-def test_slides_without_an_answer_are_left_out_and_named(study, capsys):
+def test_slides_without_a_label_are_excluded_and_named(study, capsys):
     edit(study, burden="")
     with opened(study, *NUMBER) as data:
         assert len(data.table) == 2 * N - 2 and data.target_labels.excluded == ("S0_0_0", "S0_0_1")
@@ -472,12 +472,12 @@ def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):
         ("predict.model=ensemble", "excludes predict.model = ensemble: it works with classes alone"),
     ],
 )
-def test_what_works_with_classes_alone_is_refused_for_other_questions(study, override, said):
+def test_features_for_classes_only_are_refused_for_other_targets(study, override, said):
     refused(lambda: trained(study, *SURVIVAL, OPEN, override, method="proxyfl"), said)
 
 
 @pytest.mark.parametrize("n_classes", [3, 5])
-def test_hospitals_that_share_scores_are_told_those_of_any_number_of_classes(study, monkeypatch, n_classes):
+def test_cross_site_scores_cover_any_number_of_classes(study, monkeypatch, n_classes):
     """Both accuracies follow from the counts; no bins tell of an AUROC, which no page has."""
     monkeypatch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
     make_real(study, says=f'{REAL}\nallow = ["scores"]')
@@ -543,7 +543,7 @@ def test_times_and_numbers_of_a_table_reach_the_score_with_all_their_digits(stud
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int64])
-def test_what_single_precision_holds_is_learned_as_before_to_the_last_bit(kind):
+def test_values_that_single_precision_holds_are_trained_bit_for_bit_as_before(kind):
     """Numbers of a range that begins at a whole number."""
     task, rng = NumberTask(-3.0, 50.0), np.random.default_rng(0)
     truth = (rng.random(200) * 50).astype(kind).astype(np.float64)
@@ -563,7 +563,7 @@ def test_what_single_precision_holds_is_learned_as_before_to_the_last_bit(kind):
         (SURVIVAL, {"months": "-3"}),
     ],
 )
-def test_a_real_site_sets_aside_what_nobody_agreed_on_and_is_counted_as_before(study, target, change):
+def test_a_real_site_excludes_unexpected_values_and_its_disclosed_n_is_unchanged(study, target, change):
     """Whether it fails would tell others that the value occurs, and so would n; its own log names line and value."""
 
     def seen():

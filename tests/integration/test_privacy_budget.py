@@ -73,7 +73,7 @@ def released(ledger, vector=VECTOR, round_=1, mechanism=ROUND):
 LATER = "ledger has later rounds"
 
 
-def test_a_larger_delta_does_not_make_what_was_spent_cheaper(hospital):
+def test_a_larger_delta_does_not_make_past_releases_cheaper(hospital):
     spent = row(run(hospital))["lifetime_epsilon"]
     again = row(run(hospital, "privacy.delta=0.01"))
     assert again["delta"] == 1e-5  # the hospital's own
@@ -92,14 +92,14 @@ def test_the_whole_past_is_priced_at_the_smallest_delta(tmp_path):
         ledger_at(path, run="three", delta=1e-5, lifetime=True, max_epsilon=9.0)
 
 
-def test_a_real_hospital_never_gives_one_record_away_whole(hospital, tmp_path):
+def test_a_real_hospital_never_releases_a_whole_record(hospital, tmp_path):
     rewrite(hospital, "1e-5", "0.03")
     refused(lambda: run(hospital), "site S0: delta = 0.03 would allow publishing one of 36 rows", "below 0.028")
     ledger = ledger_at(tmp_path / "C1.jsonl", delta=0.01, lifetime=True, max_epsilon=9.0)
     refused(lambda: ledger.record(1, planned(100, 10, delta=0.01)), "one of 100 rows", "below 0.01")
 
 
-def test_a_round_that_was_sent_again_is_never_trained_anew(tmp_path):
+def test_a_round_that_was_sent_again_is_never_retrained(tmp_path):
     path = tmp_path / "C1.jsonl"
     ledger = ledger_at(path)
     released(ledger, round_=2)
@@ -119,7 +119,7 @@ def test_only_the_last_version_of_a_round_can_be_sent_again(tmp_path):
     assert ledger.release_again(1, VECTOR + 1, schema="ab" * 32).round == 1
 
 
-def test_a_run_killed_before_it_sent_and_put_back_to_before_cannot_go_on(tmp_path):
+def test_a_run_killed_before_sending_and_restored_to_an_earlier_state_cannot_resume(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     with dying(PrivacyLedger, "record_transmission", 3):  # of round 2, after its checkpoint
         run(study, "train.rounds=4")
@@ -134,7 +134,7 @@ def test_a_run_killed_before_it_sent_and_put_back_to_before_cannot_go_on(tmp_pat
     refused(lambda: go_on(study, path), LATER, error=WsiFlError)
 
 
-def test_settings_of_a_run_that_were_edited_are_refused(hospital):
+def test_edited_settings_of_a_run_are_refused(hospital):
     path = begun(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
     config = path / "config.toml"
     before, manifest = config.read_text(), json.loads((path / "manifest.json").read_text())
@@ -170,7 +170,7 @@ def test_a_round_that_differs_from_its_plan_in_one_field_is_refused(field):
 
 
 @pytest.mark.parametrize("what", ["sigma", "clip", "batch_size"])
-def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
+def test_a_modified_trainer_takes_no_step(hospital, monkeypatch, what):
     learners = build_sites._learner_factory
 
     def changed(*args):
@@ -190,7 +190,7 @@ def test_a_real_hospital_without_a_budget_spends_nothing(hospital, missing):
     assert not hospital.ledger_path("S0").exists()
 
 
-def test_a_little_noise_is_no_privacy(tmp_path):
+def test_a_real_hospital_refuses_too_little_noise(tmp_path):
     loud = replace(ROUND, sigma=0.01)
     ledger = ledger_at(tmp_path / "C1.jsonl", lifetime=True, max_epsilon=1e9, guarantee="guaranteed")
     with pytest.raises(WsiFlError, match=r'without differential privacy.*allow = \["model"\]'):
@@ -200,7 +200,7 @@ def test_a_little_noise_is_no_privacy(tmp_path):
     assert (simulated.epsilon(), simulated.guarantee()) == (None, "none")
 
 
-def test_over_a_lifetime_the_weakest_promise_counts(tmp_path):
+def test_the_weakest_guarantee_counts_over_a_lifetime(tmp_path):
     terms = {"lifetime": True, "max_epsilon": 9.0, "allow": ("model",)}
     path, worth = tmp_path / "C1.jsonl", []
     for run, more in (("a", {"guarantee": "guaranteed"}), ("b", {"guarantee": "nominal"}), ("c", {"insecure": True})):
@@ -227,7 +227,7 @@ DAMAGE = {
 }
 
 
-def test_a_ledger_that_is_not_the_newest_is_refused_by_runs_and_by_heads_alone(hospital):
+def test_an_outdated_ledger_is_refused_by_runs_and_by_ledger_heads_on_their_own(hospital):
     run(hospital)
     path = hospital.ledger_path("S0")
     whole = path.read_text()
@@ -241,7 +241,7 @@ def test_a_ledger_that_is_not_the_newest_is_refused_by_runs_and_by_heads_alone(h
     run(hospital)
 
 
-def test_runs_know_what_was_spent_where_heads_are_lost(hospital):
+def test_runs_prove_the_spent_budget_where_ledger_heads_are_lost(hospital):
     run(hospital)
     for place in (hospital.root, Path(os.environ["XDG_STATE_HOME"])):
         for head in place.rglob("*.head.json"):
@@ -260,7 +260,7 @@ def test_two_studies_that_name_one_ledger_share_one_budget(tmp_path):
     refused(lambda: run(a, "train.rounds=30", "privacy.sigma=0.5"), "max_epsilon = 3 is enough for 0 of 30")
 
 
-def test_a_ledger_that_is_named_later_must_be_the_one_that_there_is(hospital, tmp_path):
+def test_a_ledger_named_later_must_be_the_existing_one(hospital, tmp_path):
     run(hospital)
     rewrite(hospital, HOSPITAL, f'{HOSPITAL}\nledger = "{tmp_path}/elsewhere.jsonl"')
     refused(lambda: run(hospital), "elsewhere.jsonl is missing")
@@ -280,7 +280,7 @@ def test_a_real_hospital_does_not_become_a_simulated_one_nor_without_its_ledger(
     refused(lambda: run(hospital), "belongs to a real hospital's ledger", "real = true", error=WsiFlError)
 
 
-def test_a_ledger_counts_for_one_unit(tmp_path):
+def test_a_ledger_counts_for_one_privacy_unit(tmp_path):
     given = {"lifetime": True, "max_epsilon": 9.0}
     ledger_at(tmp_path / "C1.jsonl", unit="patient", **given).record(1, ROUND)
     words = "counts ε per patient, this run per row"
@@ -288,7 +288,7 @@ def test_a_ledger_counts_for_one_unit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_simulated_pilot_binds_no_hospital_to_its_unit(hospital):
+def test_a_simulated_pilot_binds_no_hospital_to_its_privacy_unit(hospital):
     rewrite(hospital, "real = true", "real = false")
     per_row = row(run(hospital))["epsilon"]
     rewrite(hospital, "real = false", "real = true")
@@ -298,7 +298,7 @@ def test_a_simulated_pilot_binds_no_hospital_to_its_unit(hospital):
     assert 0 < per_row < first["epsilon"]
 
 
-def test_what_a_site_did_before_it_was_real_counts_as_long_as_the_unit_is_the_same(hospital):
+def test_releases_of_a_site_before_it_was_real_count_for_the_same_privacy_unit(hospital):
     rewrite(hospital, "real = true", "real = false")
     pilot = row(run(hospital, "privacy.sigma=8"))["epsilon"]
     rewrite(hospital, "real = false", "real = true")
@@ -306,7 +306,7 @@ def test_what_a_site_did_before_it_was_real_counts_as_long_as_the_unit_is_the_sa
     assert now["lifetime_epsilon"] > now["epsilon"] == pytest.approx(pilot)
 
 
-def test_a_copy_of_a_study_from_before_spends_nothing_in_its_place_or_elsewhere(hospital, tmp_path):
+def test_an_outdated_copy_of_a_study_spends_nothing_in_its_place_or_elsewhere(hospital, tmp_path):
     for name in ("backup", "elsewhere"):
         shutil.copytree(hospital.root, tmp_path / name)
     run(hospital)
@@ -328,7 +328,7 @@ def test_a_copy_of_a_study_from_before_spends_nothing_in_its_place_or_elsewhere(
         ('"round": 1', '"round": "' + "[" * 100_000),
     ],
 )
-def test_lines_that_say_nonsense_are_no_entries(tmp_path, before, after):
+def test_malformed_lines_of_a_ledger_are_refused(tmp_path, before, after):
     path = tmp_path / "C1.jsonl"
     ledger_at(path).record(1, ROUND)
     path.write_text(path.read_text().replace(before, after) + "\n")
@@ -344,7 +344,7 @@ def test_a_renamed_run_stays_the_same_run(hospital):
     assert write_report(hospital, renamed.name).exists()
 
 
-def test_of_two_versions_of_a_round_one_leaves(tmp_path):
+def test_only_one_of_two_versions_of_a_round_is_released(tmp_path):
     """Two jobs work on copies of one run; whichever comes later to the ledger is refused."""
     path = tmp_path / "C1.jsonl"
     first, second = ledger_at(path), ledger_at(path)
@@ -359,7 +359,7 @@ def test_of_two_versions_of_a_round_one_leaves(tmp_path):
     assert ledger_at(path).list_mechanisms() == [ROUND]
 
 
-def test_what_was_passed_on_was_sent(tmp_path):
+def test_a_relayed_model_counts_as_sent(tmp_path):
     """A host gives a share of what it holds to a site that comes back, before its own release has left."""
     path = tmp_path / "C1.jsonl"
     ledger = ledger_at(path)
@@ -378,13 +378,13 @@ def test_two_sites_that_name_one_ledger_are_both_charged(tmp_path):
     assert [isclose(r["epsilon"], epsilon(both[:1], 1e-5)) for r in rows] == [True, True]
 
 
-def test_a_model_that_stays_at_home_is_not_trained_anew_for_nothing_either(hospital):
+def test_a_model_that_stays_at_the_site_is_not_retrained_for_free(hospital):
     path = begun(hospital, 2, "train.rounds=3", method="regular")
     (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
     refused(lambda: go_on(hospital, path), LATER, error=WsiFlError)
 
 
-def test_of_two_models_that_stay_at_home_one_is_kept(hospital):
+def test_only_one_of_two_models_that_stay_at_the_site_is_kept(hospital):
     """A copy of the run, from before the last checkpoint, was finished meanwhile."""
     path = begun(hospital, 1, method="regular")
     copy = Path(shutil.copytree(path, path.with_name("00002-copy")))
@@ -394,7 +394,7 @@ def test_of_two_models_that_stay_at_home_one_is_kept(hospital):
     refused(lambda: go_on(hospital, path), "released others since", error=WsiFlError)
 
 
-def test_a_round_killed_before_it_was_final_is_final_once_the_run_goes_on(hospital):
+def test_a_round_killed_before_it_was_final_is_final_once_the_run_resumes(hospital):
     with dying(PrivacyLedger, "record_transmission", 2):
         run(hospital, "train.rounds=3", method="regular")
     path = next(hospital.runs_path.glob("0*"))
@@ -404,7 +404,7 @@ def test_a_round_killed_before_it_was_final_is_final_once_the_run_goes_on(hospit
     refused(lambda: go_on(hospital, path), LATER, error=WsiFlError)
 
 
-def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital):
+def test_a_run_with_an_edited_plan_or_site_file_does_not_resume(hospital):
     path = begun(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
     site, kept = path / "sites" / "S0" / "site.toml", path / "sites" / "S0" / "plan.json"
     said, plan = site.read_text(), json.loads(kept.read_text())
@@ -419,7 +419,7 @@ def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital):
     assert json.loads(kept.read_text()) == plan
 
 
-def test_a_round_that_a_smaller_budget_forbids_is_not_redone_but_left(hospital):
+def test_a_round_that_a_smaller_budget_forbids_is_abandoned_and_not_repeated(hospital):
     """It was recorded and killed before its checkpoint, and the hospital has lowered max_epsilon since."""
     with dying(loop, "write_checkpoint", 2):
         run(hospital)
@@ -430,7 +430,7 @@ def test_a_round_that_a_smaller_budget_forbids_is_not_redone_but_left(hospital):
     assert "left, as its max_epsilon" in (path / "sites" / "S0" / "log.txt").read_text()
 
 
-def test_a_ledger_is_found_where_the_run_kept_it_once_the_site_file_is_gone(tmp_path):
+def test_a_ledger_is_found_through_its_run_once_the_site_file_is_deleted(tmp_path):
     where = f'{HOSPITAL}\nledger = "{tmp_path}/budget/S0.jsonl"'
     study = make_study(tmp_path / "study", n_sites=1, site_extra=where)
     path = study.root / run(study)["run"]
@@ -469,7 +469,7 @@ def by_round(account, rounds):
         ({"n": 100, "batch_size": 10, "sigma": 50.0}, 2.0, (), 5, 3),
     ],
 )
-def test_affordable_rounds_are_those_that_each_round_by_itself_would_find(given, limit, past, done, rounds):
+def test_affordable_rounds_equal_those_of_pricing_round_by_round(given, limit, past, done, rounds):
     plan = plan_of_round(**{"epochs": 1, "clip": 1.0, "delta": 1e-5} | given)
     account = account_of(plan, limit, past, done)
     assert count_affordable(account, rounds) == min(by_round(account, rounds), max(rounds, done))

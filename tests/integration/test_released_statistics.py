@@ -95,7 +95,7 @@ def rewritten(path, tensors=None, **document):
     save_tensors(path, known | (tensors or {}), said | document)
 
 
-def test_sums_are_released_once_and_cost_what_their_ledger_says(study):
+def test_statistics_are_released_once_and_cost_the_epsilon_of_their_ledger(study):
     row = released(study)
     assert row["spent"] and row["n"] == 60 and row["unit"] == "row" and row["guarantee"] == "guaranteed"
     assert row["file"] == "statistics/S0.safetensors" and row["sigma"] == SIGMA
@@ -117,7 +117,7 @@ def letter_of_s0():
     return head.pack_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels)).numpy()
 
 
-def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_else_reads_what_stays(study):
+def test_the_file_holds_noisy_statistics_and_exact_ones_are_readable_by_their_owner_only(study):
     before = os.umask(0o022)
     try:
         row = released(study)
@@ -140,14 +140,14 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_els
     assert 0.7 < noise.std() / SIGMA < 1.4 and variances.max() == SIGMA**2
 
 
-def test_a_target_is_met_exactly_and_anew_by_every_release_and_the_noise_never_has_a_fixed_seed(study):
+def test_every_release_meets_its_target_epsilon_exactly_and_noise_has_no_fixed_seed(study):
     asked = ["privacy.target_epsilon=2", "privacy.insecure_seed=1"]
     first, other = (released(study, "S0", *asked, repeat=again) for again in (False, True))
     assert first["epsilon"] == pytest.approx(2, abs=1e-3) and other["sigma"] == first["sigma"]
     assert first["digest"] != other["digest"] and other["guarantee"] == "guaranteed"
 
 
-def test_patients_are_units_where_that_is_asked(study):
+def test_patients_are_privacy_units_where_the_settings_ask_for_it(study):
     row = released(study, "S0", "privacy.unit=patient")
     assert (row["n"], row["unit"]) == (20, "patient")
     summary = joined(study, "privacy.unit=patient")
@@ -156,7 +156,7 @@ def test_patients_are_units_where_that_is_asked(study):
     not_joined(study, "per patient", "per row")
 
 
-def test_without_privacy_sums_are_exact_and_a_real_hospital_must_allow_that(study):
+def test_without_privacy_statistics_are_exact_and_a_real_hospital_must_allow_them(study):
     bare = ["privacy.enabled=false"]
     assert released(study, "S0", *bare)["epsilon"] is None
     vector = sums_at(study.release_path("S0")).vector
@@ -199,7 +199,7 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
     assert released(study)["digest"] == row["digest"] and len(lines_of(study)) == n
 
 
-def test_what_an_interrupted_second_release_costs_is_said(study):
+def test_the_cost_of_an_interrupted_second_release_is_reported(study):
     first = released(study)
     with cut_off(stage, "write_statistics"):
         released(study, repeat=True)
@@ -218,7 +218,7 @@ def test_a_target_leaves_out_the_release_that_was_lost(study):
     refused(lambda: released(study, "S0", target, repeat=True), "no noise level reaches")  # nothing is left
 
 
-def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, tmp_path):
+def test_two_studies_on_one_ledger_never_release_two_noises_for_one_charge(study, tmp_path):
     edit(site_file(study, "S0"), more=f'ledger = "{tmp_path / "one.jsonl"}"\n')
     other = Study(shutil.copytree(study.root, tmp_path / "other"))
     for name in ("record_transmission", "release_again"):
@@ -233,7 +233,7 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
     assert released(study, repeat=True)["epsilon"] == pytest.approx(epsilon([ONCE] * 2, 1e-5))
 
 
-def test_a_lost_file_comes_back_and_numbers_that_are_not_on_the_ledger_are_refused(study):
+def test_a_lost_file_is_restored_and_numbers_missing_from_the_ledger_are_refused(study):
     digest, content = released(study)["digest"], study.release_path("S0").read_bytes()
     for lost in (study.release_path("S0"), study.local_release_path("S0")):
         lost.unlink()
@@ -267,7 +267,7 @@ def store_anew(study):
 
 @pytest.mark.parametrize("real", [False, True])
 @pytest.mark.parametrize("lose", [lost_both, store_anew])
-def test_a_letter_that_the_ledger_knows_is_written_a_second_time_only_when_asked(study, lose, real):
+def test_statistics_on_the_ledger_are_released_a_second_time_only_on_request(study, lose, real):
     if real:
         make_real(study)
     first, kept = released(study), study.release_path("S0").read_bytes()
@@ -285,7 +285,7 @@ def test_a_letter_that_the_ledger_knows_is_written_a_second_time_only_when_asked
 @pytest.mark.parametrize("real", [False, True])
 @pytest.mark.parametrize("damage", [cut_in_half, other_byte, lambda path: path.write_bytes(b"")])
 @pytest.mark.parametrize("copy", [Study.release_path, Study.local_release_path])
-def test_one_damaged_copy_of_a_letter_is_replaced_by_the_whole_one(study, copy, damage, real):
+def test_a_damaged_copy_of_class_statistics_is_replaced_by_the_intact_one(study, copy, damage, real):
     if real:
         make_real(study)
     row, whole = released(study), study.release_path("S0").read_bytes()
@@ -317,7 +317,7 @@ OF_OTHERS = [
 DAMAGE = (b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64)
 
 
-def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_knows_better(study):
+def test_a_damaged_edited_or_foreign_file_is_refused_and_the_local_copy_restores_it(study):
     for name in ("S0", "S1"):
         released(study, name)
     file, letter = study.release_path("S1"), sums_at(study.release_path("S1"))
@@ -347,7 +347,7 @@ def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_kn
     not_joined(study, "statistics/S1.safetensors", "dimensions = 12", error=UsageError)
 
 
-def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
+def test_released_statistics_are_refused_for_other_features(study):
     released(study)
     x, labels = rows_of(60, 0)
     write_features(study, "S0", x[:, :12], labels, [f"p{i}" for i in range(60)], ["train"] * 60)
@@ -365,7 +365,7 @@ def write_public(study, name, seed, encoder="tiny sha256:0"):
 ALONG = ["model.projection=d.safetensors"]
 
 
-def test_public_directions_make_a_shorter_letter_and_all_must_have_the_same(study):
+def test_a_public_projection_shortens_class_statistics_and_must_be_the_same_everywhere(study):
     found = write_public(study, "d.safetensors", 0)
     for row in all_released(study, *NOISE, *ALONG):
         assert (row["dimensions"], row["projection"]) == (8, found.digest)
@@ -378,7 +378,7 @@ def test_public_directions_make_a_shorter_letter_and_all_must_have_the_same(stud
     not_released(study, "S0", "projection", "--again", overrides=ALONG, error=UsageError)
 
 
-def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_in_one_line(study):
+def test_a_projection_that_is_missing_damaged_or_of_another_encoder_is_refused_in_one_line(study):
     not_released(study, "S0", "no such file", "wsi-fl projection", overrides=ALONG)
     (study.root / "d.safetensors").write_bytes(b"nothing")
     not_released(study, "S0", "d.safetensors", "damaged", overrides=ALONG)
@@ -397,12 +397,12 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
         ("inference_sites", ["S3"], [], "S2 has [] as the list of receivers"),
     ],
 )
-def test_sites_that_bring_other_sums_files_buffers_or_receivers_do_not_begin(key, agreed, other, words):
+def test_sites_with_different_statistics_files_buffers_or_roles_do_not_begin(key, agreed, other, words):
     brought = [{"site": f"S{k}", key: agreed} for k in range(2)] + [{"site": "S2", key: other}]
     refused(lambda: compare_sites(brought), "S2 has", words)
 
 
-def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
+def test_a_real_hospital_needs_a_budget_and_stays_within_it(study):
     make_real(study, "S0", says="real = true")
     not_released(study, "S0", "write max_epsilon and delta there", error=UsageError)
     make_real(study, "S1", "S2")
@@ -413,7 +413,7 @@ def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
     assert not released(study)["spent"]
 
 
-def test_a_real_hospitals_ledger_must_know_what_lies_in_its_study(study):
+def test_a_real_hospitals_ledger_must_list_every_release_of_its_study(study):
     make_real(study)
     released(study)
     kept = study.ledger_path("S0").read_text()
@@ -427,7 +427,7 @@ def test_a_real_hospitals_ledger_must_know_what_lies_in_its_study(study):
 @pytest.mark.parametrize(
     ("lose", "again"), [(lambda path: path.write_text(""), False), (lambda path: path.unlink(), True)]
 )
-def test_sums_whose_ledger_and_heads_are_lost_are_not_released_again(study, lose, again):
+def test_statistics_whose_ledger_and_ledger_heads_are_lost_are_not_released_again(study, lose, again):
     make_real(study)
     released(study)
     before = study.release_path("S0").read_bytes()
@@ -441,7 +441,7 @@ def test_sums_whose_ledger_and_heads_are_lost_are_not_released_again(study, lose
     assert study.release_path("S0").read_bytes() == before
 
 
-def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study, tmp_path, monkeypatch):
+def test_a_real_hospital_solves_its_head_from_copied_files_and_opens_no_other_store(study, tmp_path, monkeypatch):
     make_real(study)
     all_released(study)
     alone = Study(shutil.copytree(study.root, tmp_path / "alone"))
@@ -462,7 +462,7 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
     not_joined(study, "whose store no other site's process may open", error=UsageError)
 
 
-def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypatch):
+def test_released_files_give_the_same_head_as_a_run_over_the_network(study, monkeypatch):
     real = sums.discrete_gaussian
     monkeypatch.setattr(sums, "discrete_gaussian", lambda sigma, n, _: real(sigma, n, CipherStream.from_seed(5)))
     over_network = train(study, method="oneshot", overrides=NOISE, backend="local")
@@ -484,7 +484,7 @@ def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypa
     assert told[0] == pytest.approx(told[1], abs=0.02)
 
 
-def test_an_audit_of_files_knows_their_noise_and_a_forged_file_is_refused(study, monkeypatch):
+def test_an_audit_of_files_uses_their_noise_and_a_forged_file_is_refused(study, monkeypatch):
     monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 60)
     all_released(study)
     shutil.rmtree(study.store_path("S1").parent)
@@ -501,7 +501,7 @@ def test_an_audit_of_files_knows_their_noise_and_a_forged_file_is_refused(study,
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_a_letter_that_does_harm_is_not_believed(study, spoilt):
+def test_harmful_class_statistics_get_no_weight(study, spoilt):
     """S2 knows both classes, and notices on rows that its own model has not seen that the classes were swapped."""
     all_released(study, *HEADS, "privacy.sigma=0.5")
     for name in ("S0", "S1"):
@@ -515,7 +515,7 @@ def test_a_letter_that_does_harm_is_not_believed(study, spoilt):
     assert (chosen["ensemble"]["weight"] == 0) is spoilt
 
 
-def test_a_hospital_that_lacks_one_of_three_classes_recognises_it(study, monkeypatch):
+def test_a_hospital_that_lacks_one_of_three_classes_predicts_it(study, monkeypatch):
     monkeypatch.setattr(conftest, "CLASSES", ("a", "b", "c"))
     rng = np.random.default_rng(0)
     for name, n_classes in (("S0", 3), ("S1", 3), ("S2", 2)):
@@ -530,7 +530,7 @@ def test_a_hospital_that_lacks_one_of_three_classes_recognises_it(study, monkeyp
     assert lacking["accuracy"] > 0.85  # two of three, had it never said the third
 
 
-def test_heads_of_files_spend_nothing_and_leave_no_line(study):
+def test_heads_of_released_files_spend_no_budget_and_add_no_ledger_line(study):
     all_released(study)
     before = {name: study.ledger_path(name).read_text() for name in ("S0", "S1", "S2")}
     costs = dry_run(study, method="oneshot", overrides=FILES, backend="local")["sites"]
@@ -543,7 +543,7 @@ def test_heads_of_files_spend_nothing_and_leave_no_line(study):
     assert (study.root / summary["run"] / "sites/S0/statistics.json").exists()
 
 
-def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_part_by_its_file(study, capfd):
+def test_a_site_without_a_file_is_excluded_and_one_without_a_store_takes_part_by_its_file(study, capfd):
     released(study, "S0")
     released(study, "S1")
     shutil.rmtree(study.store_path("S1").parent)
@@ -559,7 +559,7 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
     assert [row["site"] for row in evaluate(study, summary["run"])["sites"]] == ["S0", "S2"]
 
 
-def test_a_run_of_files_says_what_it_lacks(study):
+def test_a_run_of_released_files_names_the_missing_ones(study):
     not_joined(study, "no statistics of site S0 yet", "wsi-fl statistics --site S0")
     released(study)
     not_joined(study, "audit.canaries", overrides=["audit.canaries=4"], error=UsageError)
@@ -579,7 +579,7 @@ def start_of(study):
 
 
 @pytest.mark.parametrize(("method", "role"), [("proxyfl", "proxy"), ("fedavg", "private")])
-def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, method, role):
+def test_sent_models_start_from_the_released_files_alone(study, monkeypatch, method, role):
     all_released(study)
     for k in range(3):
         study.local_release_path(f"S{k}").unlink()  # exact sums are not needed
@@ -612,7 +612,7 @@ def test_both_releases_are_on_the_account_and_within_the_target(study):
     refused(lambda: started(study, "privacy.target_epsilon=1.0"), "on top of", "target_epsilon")
 
 
-def test_a_start_is_resumed_and_not_changed_half_way(study):
+def test_a_run_resumes_only_with_the_released_files_it_started_from(study):
     all_released(study)
     with interrupted_after(2):
         started(study)
@@ -621,7 +621,7 @@ def test_a_start_is_resumed_and_not_changed_half_way(study):
 
 
 @pytest.mark.slow
-def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
+def test_mpi_ranks_read_the_same_files_as_a_single_process(study, wsi_fl):
     for name in ("S0", "S1", "S2"):
         released(study, name)
     shutil.rmtree(study.store_path("S1").parent)
@@ -634,7 +634,7 @@ def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
         assert same(*(model(study.root / run["run"], name, "shared") for run in (by_ranks, by_one)))
 
 
-def test_ranks_share_the_sites_and_the_command_says_what_was_spent(study, wsi_fl, as_ranks):
+def test_ranks_share_the_sites_and_the_command_reports_the_spent_epsilon(study, wsi_fl, as_ranks):
     document, nothing = as_ranks(2, lambda: release_statistics(study, site=None, overrides=NOISE))
     assert not nothing  # said once
     assert [row["site"] for row in document["sites"]] == ["S0", "S1", "S2"]

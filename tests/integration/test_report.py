@@ -223,7 +223,7 @@ def sites_of(page, change):
     return replace(page, evaluation={**page.evaluation, "sites": sites})
 
 
-def test_the_page_needs_nothing_beside_it(html, document):
+def test_the_page_needs_no_other_file(html, document):
     for _, attributes in document.tags:
         for name in ("src", "href", "xlink:href", "srcset", "action"):
             assert attributes.get(name, "#").startswith(("#", "data:image/jpeg;base64,")), attributes
@@ -324,7 +324,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("case", SAYS)
-def test_sentences_say_what_the_run_was(small, case):
+def test_sentences_describe_the_run(small, case):
     change, said, unsaid = SAYS[case]
     text = Document(render_run_page(replace(small, **change(small)))).text
     assert all(words in text for words in said) and not any(words in text for words in unsaid)
@@ -356,7 +356,7 @@ def test_epsilon_is_never_without_its_kind(small):
     assert "at δ = 10⁻⁵ , nominal" in mixed.text, "the weakest guarantee of any site counts for all"
 
 
-def test_a_run_without_privacy_says_so(small):
+def test_the_page_of_a_run_without_privacy_names_the_lack(small):
     off = {"epsilon": None, "delta": None, "guarantee": "none"}
     summary = {**small.summary, "sites": [{**s, **off} for s in small.summary["sites"]]}
     document = Document(render_run_page(replace(small, summary=summary)))
@@ -411,7 +411,7 @@ def mixed(tmp_path_factory):
     return study, run
 
 
-def test_pictures_of_patients_are_left_out_and_the_page_says_so(mixed, wsi_fl):
+def test_pictures_of_patients_are_left_out_with_a_notice(mixed, wsi_fl):
     study, run = mixed
     done = wsi_fl("report", run, cwd=study.root)
     assert done.returncode == 0, done.stderr
@@ -429,7 +429,7 @@ def test_pictures_of_patients_are_left_out_and_the_page_says_so(mixed, wsi_fl):
     assert "This page holds pictures of patients" not in html
 
 
-def test_a_page_with_pictures_of_patients_says_at_its_top_that_it_must_stay(mixed, capsys):
+def test_a_page_with_pictures_of_patients_has_a_banner_against_sharing(mixed, capsys):
     study, run = mixed
     html = write_report(study, run, pictures=True).read_text(encoding="utf-8")
     text = Document(html).text

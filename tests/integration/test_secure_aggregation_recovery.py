@@ -175,12 +175,12 @@ def check(sites, raised, lost, inside):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_hospital_that_goes_away_costs_the_others_nothing_more(tmp_path, phase):
+def test_a_hospital_that_drops_out_costs_the_others_no_extra_budget(tmp_path, phase):
     sites, raised = together(tmp_path, at_a_table(phase, [2]))
     check(sites, raised, 2, [0, 1, 3] if phase in PHASES[:3] else [0, 1, 2, 3])
 
 
-def test_the_sum_is_charged_once_and_has_the_plans_noise_without_the_one_that_left(tmp_path):
+def test_the_sum_without_a_dropped_out_site_is_charged_once_and_has_the_plans_noise(tmp_path):
     noise = []
     for turn in range(12):
         sites, raised = together(tmp_path / str(turn), at_a_table("sends", [3]), sigma=2.0)
@@ -196,7 +196,7 @@ def test_the_sum_is_charged_once_and_has_the_plans_noise_without_the_one_that_le
     assert [len(charges(site)) for site in left] == [1, 1, 1]
 
 
-def test_those_who_are_left_after_a_void_sum_begin_again_with_what_they_can_do_without(tmp_path):
+def test_the_remaining_sites_restart_after_a_void_sum_with_a_smaller_tolerance(tmp_path):
     """Three can do without none of them, so the noise is that of two honest ones again."""
     sites, raised = together(tmp_path, at_a_table("votes", [2, 3]), sigma=2.0)
     assert len(raised) == 4
@@ -206,7 +206,7 @@ def test_those_who_are_left_after_a_void_sum_begin_again_with_what_they_can_do_w
     assert float(head_of(left[0]).released[-1]) == pytest.approx(2.0**2 / 2, rel=1e-3)
 
 
-def test_without_losses_it_is_the_sum_of_all(tmp_path):
+def test_without_dropouts_the_result_is_the_sum_of_all_sites(tmp_path):
     sites, raised = together(tmp_path, at_a_table())
     assert not raised
     total = sum(head_of(site).noiseless_statistics for site in sites.values())
@@ -214,14 +214,14 @@ def test_without_losses_it_is_the_sum_of_all(tmp_path):
         torch.testing.assert_close(head_of(site).sums[:-2].double() * 4, total, rtol=1e-5, atol=1e-4)
 
 
-def test_two_that_go_are_one_too_many_and_the_sum_is_void_and_charged(tmp_path):
+def test_a_sum_with_more_dropouts_than_tolerated_is_void_and_charged(tmp_path):
     sites, raised = together(tmp_path, at_a_table("tells whose messages", [2, 3]), sigma=2.0)
     for k in (0, 1):
         assert "the sum is void: 2 sites agree" in str(raised[k])
         assert len(charges(sites[k])) == 1 and int(head_of(sites[k]).n_sites) == 0
 
 
-def test_a_message_bound_to_others_is_not_counted(tmp_path):
+def test_a_message_masked_for_another_set_of_sites_is_not_counted(tmp_path):
     """C3 tells C4 that C1's keys never came, so C4 masks with fewer: it holds no message that fits, nor others its."""
 
     def lies(comm, k):
@@ -242,7 +242,7 @@ def test_a_message_bound_to_others_is_not_counted(tmp_path):
         assert int(head_of(site).n_sites) == 0
 
 
-def test_what_is_handed_to_one_is_seen_by_no_other(tmp_path):
+def test_a_share_for_one_site_is_never_in_the_parcel_of_another(tmp_path):
     """Every share goes to its site alone: no parcel that one site was handed is in what another one was."""
     seen = {}
 

@@ -133,7 +133,7 @@ def as_tensor(bags):
 
 
 @pytest.mark.parametrize("name", BAG_BUILDERS)
-def test_the_order_of_patches_and_the_company_of_other_bags_do_not_matter(name):
+def test_predictions_do_not_depend_on_patch_order_or_other_bags(name):
     model, bags = model_of(name), unequal()
     whole = model(as_tensor(bags))
     shuffled = [np.random.default_rng(3).permutation(bag) for bag in bags]
@@ -144,7 +144,7 @@ def test_the_order_of_patches_and_the_company_of_other_bags_do_not_matter(name):
 
 @pytest.mark.parametrize("garbage", [7.5, float("nan"), *nightly(float("inf"), -float("inf"))])
 @pytest.mark.parametrize("name", BAG_BUILDERS)
-def test_what_stands_under_the_mask_changes_nothing(name, garbage):
+def test_masked_values_change_no_prediction(name, garbage):
     model, x = model_of(name), as_tensor(unequal())
     dirty = x.clone()
     dirty[..., :-1][x[..., -1] == 0] = garbage
@@ -160,7 +160,7 @@ def test_what_stands_under_the_mask_changes_nothing(name, garbage):
 
 
 @pytest.mark.parametrize("name", BAG_BUILDERS)
-def test_a_bag_of_padding_alone_and_a_bag_of_one_patch_have_answers(name):
+def test_a_bag_of_padding_and_a_bag_of_one_patch_have_predictions(name):
     model, x = model_of(name), torch.full((2, 3, D + 1), torch.nan)
     x[..., -1] = 0
     x[1, 1] = torch.tensor([1.0] * D + [1.0])
@@ -187,7 +187,7 @@ def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, l
     compare(mode, model, x, torch.arange(len(x)) % 3)
 
 
-def test_bags_are_packed_the_same_from_memory_from_disk_and_joined():
+def test_bags_are_packed_the_same_from_memory_from_disk_and_concatenated():
     bags, names = unequal(), np.array(list("abcd"))
     table = BagTable(np.arange(4), np.full(4, ""), names, names, np.full(4, "train"))
     given = {"table": table, "allowed": np.ones((4, 4), bool), "n_features": D}
@@ -201,7 +201,7 @@ def test_bags_are_packed_the_same_from_memory_from_disk_and_joined():
     assert both.read(np.empty(0, np.int64)).shape == (0, 1, D + 1)
 
 
-def test_a_class_that_the_tumour_type_cannot_have_gets_nothing():
+def test_a_class_that_the_tumour_type_excludes_has_probability_zero():
     model = create_model("deepset", n_classes=4, shape=Bags(D), seed=0).eval()
     bags = unequal()
     kinds = np.array(["lung", "brain", "", "unheard of"])
@@ -227,7 +227,7 @@ def test_methods_train_on_slides(bags, method):
     assert [row["n"] for row in document["sites"]] == [8, 8]
 
 
-def test_what_can_be_learned_is_learned(done):
+def test_training_learns_separable_classes(done):
     assert done[2]["merged"]["accuracy"]["mean"] > 0.9
 
 
@@ -239,18 +239,18 @@ def test_what_can_be_learned_is_learned(done):
         ({"classes": (*CLASSES, "MORE")}, ("S1 has", "MORE", "as the classes of its store")),
     ],
 )
-def test_sites_that_bring_something_else_are_named_in_one_line(bags, changed, words):
+def test_sites_with_differing_stores_are_named_in_one_line(bags, changed, words):
     write_mosaic(bags, "S1", seed=1, **changed)
     refused(lambda: trained(bags, "proxyfl"), "sites disagree", *words)
     refused(lambda: dry_run(bags, method="joint"), "sites disagree", *words)
     assert not list(bags.runs_path.glob("0*"))
 
 
-def test_of_more_than_two_classes_the_study_promises_nothing(bags):
+def test_a_dry_run_expects_no_accuracy_for_more_than_two_classes(bags):
     assert all(row["expected"] is None for row in dry_run(bags, method="proxyfl")["sites"])
 
 
-def test_missing_and_impossible_mosaics_say_what_to_do(bags):
+def test_missing_and_impossible_mosaics_are_refused_with_advice(bags):
     table, content = write_mosaic(bags, "S1", seed=1)
     with BagStore(bags.mosaic_path("S1")) as store:
         meta = store.meta
@@ -261,7 +261,7 @@ def test_missing_and_impossible_mosaics_say_what_to_do(bags):
     refused(lambda: trained(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError)
 
 
-def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
+def test_internal_external_and_tumour_type_scores_follow_from_the_predictions(done):
     study, name, document = done
     for row in document["sites"]:
         lines = answers(study.root / name, row["site"])
@@ -283,7 +283,7 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
 
 
 @pytest.mark.slow
-def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
+def test_a_diagnosis_of_a_single_site_is_trained_and_evaluated(tmp_path):
     study = make_bag_study(tmp_path / "study", only=3)
     write_mosaic(study, "S1", seed=1)
     document = evaluate(study, trained(study, "fedavg", OPEN)["run"])
@@ -326,7 +326,7 @@ def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path,
         assert "attention" not in patches[0]
 
 
-def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_path, wsi_fl):
+def test_predict_takes_slide_names_with_another_tumour_type_and_reports_unknown_ones(done, tmp_path, wsi_fl):
     study, name, _ = done
     arguments = ["predict", name, "--site", "S1", "--json", "--out", tmp_path]
     arguments += ["--slide", "S1_slide_0", "--tumor-type", "brain", "--slide", "X"]
@@ -348,7 +348,7 @@ def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_pa
     assert "none of that name among S1's mosaics" in document["failed"][0]["reason"]
 
 
-def test_patients_are_units_and_canaries_are_bags(bags):
+def test_patients_are_privacy_units_and_canaries_are_bags(bags):
     summary = trained(bags, "proxyfl", "privacy.unit=patient", "audit.canaries=10")
     for row, site in zip(summary["sites"], audit_run(bags, summary["run"])["sites"], strict=True):
         assert (row["n_train"], row["n_units"], row["unit"]) == (8, 18, "patient")
@@ -371,7 +371,7 @@ def test_attention_sums_to_one_over_the_patches_and_padding_has_none(name):
     assert model_of("deepset").patch_attention(x) is None
 
 
-def test_attention_is_what_the_answer_rests_on():
+def test_attention_weights_the_patches_of_the_prediction():
     """ABMIL's answer is its last layer on the mean of the projected patches that attention weighs."""
     model, x = model_of("abmil"), as_tensor(unequal())
     weighted = (model.patch_attention(x).unsqueeze(2) * model.phi(x[..., :-1])).sum(1)
@@ -454,7 +454,7 @@ def seen(examples, seed, rows=(0, 1, 2)):
     return [bag[bag[:, -1] > 0][:, 0].int().tolist() for bag in x]
 
 
-def test_a_training_step_sees_some_patches_drawn_anew_and_predictions_all():
+def test_a_training_step_samples_patches_afresh_and_predictions_use_all():
     examples = sample_patches(many(), 10)
     first, second = seen(examples, 1), seen(examples, 2)
     assert [len(bag) for bag in first] == [3, 10, 10] and first[0] == [0, 1, 2]
@@ -463,14 +463,14 @@ def test_a_training_step_sees_some_patches_drawn_anew_and_predictions_all():
     assert examples.read(np.arange(3)).shape == (3, 50, 3)
 
 
-def test_every_patch_is_drawn_alike():
+def test_every_patch_is_equally_likely_to_be_drawn():
     examples, counts = sample_patches(many((40,)), 10), np.zeros(40)
     for seed in range(400):
         counts[seen(examples, seed, [0])[0]] += 1
     assert counts.sum() == 4000 and counts.min() > 60 and counts.max() < 145  # 100 each, ± 4.6 sd
 
 
-def test_what_is_seen_of_a_bag_does_not_depend_on_what_is_in_the_others():
+def test_the_patches_drawn_from_a_bag_do_not_depend_on_other_bags():
     """The promise of ε: one record changes one gradient."""
     one, other = sample_patches(many((30, 50, 20)), 10), sample_patches(many((30, 7, 20)), 10)
     for seed in range(5):

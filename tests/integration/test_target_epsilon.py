@@ -81,7 +81,7 @@ def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
     assert made == [(row["sigma"], row["batch_size"]) for row in rows]
 
 
-def test_the_plan_is_made_once_and_survives_a_restart(pair, monkeypatch):
+def test_the_privacy_plan_is_made_once_and_survives_a_restart(pair, monkeypatch):
     with interrupted_after(4):
         run(pair)
     monkeypatch.setattr(privacy_account, "plan_round", lambda *_, **__: pytest.fail("planned again"))
@@ -99,7 +99,7 @@ def test_the_smaller_of_target_and_max_epsilon_binds(settings):
 
 
 @pytest.mark.slow
-def test_what_was_spent_before_counts_and_a_real_site_has_one_life(settings):
+def test_past_releases_count_and_a_real_site_has_one_lifetime_budget(settings):
     pipeline, site = settings
     sums, runs = [Mechanism(8.0, 1.0, 1.0, 1)], [Mechanism(1.4, 0.7, 0.2, 60)]
     after = [plan_round(site(), pipeline, 36, spent=sums)] * 4
@@ -112,7 +112,7 @@ def test_what_was_spent_before_counts_and_a_real_site_has_one_life(settings):
     refused(lambda: plan_round(over, pipeline, 36, past=runs), words, "max_epsilon")
 
 
-def test_a_real_site_spends_the_rest_of_its_life_and_no_more(tmp_path):
+def test_a_real_site_spends_at_most_the_rest_of_its_lifetime_budget(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1, site_extra=REAL.replace("50.0", "4.0"))
     first, second = (run(study)["sites"][0] for _ in range(2))
     assert first["epsilon"] > 2.95 > second["epsilon"]
@@ -120,7 +120,7 @@ def test_a_real_site_spends_the_rest_of_its_life_and_no_more(tmp_path):
     refused(lambda: run(study), "site S0: no noise level reaches epsilon 4")
 
 
-def test_terms_say_what_a_site_file_and_a_pipeline_say(settings):
+def test_privacy_terms_follow_the_site_file_and_the_pipeline(settings):
     pipeline, site = settings
     terms = build_terms(site(max_epsilon=2.0), pipeline, "guaranteed")
     found = (terms.delta, terms.max_epsilon, terms.lifetime, terms.guarantee)
@@ -129,7 +129,7 @@ def test_terms_say_what_a_site_file_and_a_pipeline_say(settings):
     assert build_terms(site(real=True), pipeline, "none").lifetime
 
 
-def test_the_plan_is_kept_without_a_target_too(pair):
+def test_the_privacy_plan_is_kept_without_a_target_too(pair):
     summary = train(pair, method="proxyfl", overrides=["train.rounds=1"], backend="local")
     kept = RunFolder(pair.root / summary["run"]).site_folder("S0").read_document("plan")
     assert (kept["n"], kept["batch_size"], kept["sigma"], kept["steps"]) == (36, 18, 1.4, 2)

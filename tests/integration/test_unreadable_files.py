@@ -43,7 +43,7 @@ def imported(tmp_path):
     return study
 
 
-def test_an_imported_store_that_a_notebook_holds_is_in_use_and_whole_afterwards(imported, wsi_fl):
+def test_an_imported_store_that_a_notebook_holds_is_in_use_and_intact_afterwards(imported, wsi_fl):
     with hold_open(imported.mosaic_path("A")):
         checked = wsi_fl("check", "--site", "A", cwd=imported.root)
         trained = wsi_fl("train", "--dry-run", "--set", "privacy.enabled=false", cwd=imported.root)
@@ -64,7 +64,7 @@ def test_a_shard_that_a_notebook_holds_is_in_use(tmp_path):
     assert check_sites(study, site="S0")["ok"]
 
 
-def test_features_that_a_notebook_holds_are_set_aside_as_in_use(tmp_path):
+def test_features_that_a_notebook_holds_are_excluded_as_in_use(tmp_path):
     study = features_study(tmp_path / "study", "S0")
     folder, _ = of_trident(tmp_path / "job")
     table = labels(tmp_path / "t.csv")
@@ -93,7 +93,7 @@ def test_images_that_a_notebook_holds_are_in_use(tmp_path):
     ],
 )
 @pytest.mark.parametrize("by_hdf5", [True, False])
-def test_what_the_system_says_of_a_store_is_no_damage(imported, monkeypatch, number, words, by_hdf5):
+def test_an_operating_system_error_is_not_reported_as_damage_of_a_store(imported, monkeypatch, number, words, by_hdf5):
     def fail(*_, **__):
         if by_hdf5:  # in words alone
             raise OSError(f"Can't synchronously read data (errno = {number}, error message = '{os.strerror(number)}')")
@@ -108,14 +108,14 @@ def test_what_the_system_says_of_a_store_is_no_damage(imported, monkeypatch, num
     assert row["damaged"] == [] and words in row["unavailable"][0]
 
 
-def test_a_row_that_a_disk_fails_to_read_is_no_damage(imported, monkeypatch):
+def test_a_row_that_a_disk_fails_to_read_is_not_reported_as_damage(imported, monkeypatch):
     with open_bags(imported, "A", "mosaics") as store:
         broken = OSError("Can't synchronously read data (file read failed, errno = 116, error message = 'Stale')")
         monkeypatch.setattr(h5py.Dataset, "__getitem__", lambda *_: (_ for _ in ()).throw(broken))
         refused(lambda: store.read(np.arange(3)), "lost it; mount that disk again", error=FileUnavailable)
 
 
-def test_a_model_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch):
+def test_a_model_without_read_permission_is_not_reported_as_damaged(tmp_path, monkeypatch):
     (tmp_path / "a.safetensors").write_bytes(b"")
 
     def fail(*_):
@@ -125,7 +125,7 @@ def test_a_model_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch):
     refused(lambda: load_tensors(tmp_path / "a.safetensors", "model"), "may not read it", error=FileUnavailable)
 
 
-def test_the_command_that_mends_a_store_is_the_one_that_made_it(imported, tmp_path):
+def test_the_advised_repair_of_a_store_is_the_command_that_made_it(imported, tmp_path):
     def advice(error):
         return str(error.value).replace(str(tmp_path), "")
 
@@ -148,7 +148,7 @@ def test_the_command_that_mends_a_store_is_the_one_that_made_it(imported, tmp_pa
     assert advice(error).endswith("run `wsi-fl partition DATA …`")
 
 
-def test_a_mosaic_that_is_gone_is_made_by_mosaic(tmp_path):
+def test_a_missing_mosaic_is_refused_with_the_mosaic_command(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)  # its site has slides
     refused(lambda: open_bags(study, "S0", "mosaics"), "run `wsi-fl mosaic --site S0`", error=WsiFlError)
     bare = Study(study.root)

@@ -66,7 +66,7 @@ def begun(study, part="norm", seed=0):
     return create_model(f"timm:{NAME}", n_classes=2, shape=Images(3, SIZE), seed=seed, start=start)
 
 
-def test_a_run_that_went_on_ends_alike_and_only_the_trained_part_has_moved(done, study):
+def test_a_resumed_run_ends_alike_and_only_the_trained_part_has_changed(done, study):
     whole, again = done
     fresh = begun(study)
     moving = {name for name, p in fresh.named_parameters() if p.requires_grad}
@@ -78,7 +78,7 @@ def test_a_run_that_went_on_ends_alike_and_only_the_trained_part_has_moved(done,
             assert moved and moved <= moving, role
 
 
-def test_as_many_bytes_travel_as_the_plan_says(done, study, tmp_path):
+def test_the_bytes_sent_are_those_of_the_plan(done, study, tmp_path):
     plan = make_plan(study, method="proxyfl", overrides=settings(), out=tmp_path / "plan.json")
     proxy = parse_plan_document(plan)["leaves"][0]
     assert proxy["what"] == f"proxy model (timm:{NAME}, model.train = norm)"
@@ -87,7 +87,7 @@ def test_as_many_bytes_travel_as_the_plan_says(done, study, tmp_path):
         assert proxy["bytes"] <= line["bytes"] <= proxy["bytes"] + 256
 
 
-def test_a_saved_model_answers_without_the_file_of_weights(done, study):
+def test_a_saved_model_predicts_without_the_file_of_weights(done, study):
     whole, _ = done
     weights = study.root / "weights"
     hidden = weights.rename(study.root / "elsewhere")
@@ -106,7 +106,7 @@ def test_a_saved_model_answers_without_the_file_of_weights(done, study):
         torch.testing.assert_close(exported(x), ours.eval()(x), rtol=1e-4, atol=1e-5)
 
 
-def test_the_dry_run_says_how_much_is_trained(study, capsys):
+def test_the_dry_run_reports_the_trained_share(study, capsys):
     document = dry_run(study, method="fedavg", overrides=settings("head"), backend="local")
     row, trained = document["sites"][0], n_trained(study, "head")
     assert row["trained_parameters"] == trained < row["parameters"]
@@ -115,7 +115,7 @@ def test_the_dry_run_says_how_much_is_trained(study, capsys):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "regular"])
-def test_other_methods_train_the_part_too(study, method):
+def test_other_methods_train_only_the_selected_part_too(study, method):
     run = train(study, method=method, overrides=[*settings("lora"), "train.rounds=1"], backend="local")["run"]
     found = model(study.root / run, "S0")
     assert float(found["model.conv1.0.up.weight"].abs().max()) > 0
@@ -148,7 +148,7 @@ def test_a_hospital_signs_the_weights(tmp_path, capsys):
     refused(lambda: review_plan(own, plan, "S0"), "weights (model.weights) with the SHA-256", digest)
 
 
-def test_what_cannot_start_is_refused_before_anything_does(study):
+def test_impossible_warm_starts_are_refused_before_training(study):
     def tried(words, *sets, error=UsageError):
         refused(lambda: train(study, method="proxyfl", overrides=sets, backend="local"), *words, error=error)
 
