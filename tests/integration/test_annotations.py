@@ -1,4 +1,4 @@
-"""What `tile`, `predict`, `mosaic` and the layouts make of outlines, and that nothing about them stays unsaid."""
+"""Tests of annotation outlines in `tile`, `predict`, `mosaic` and the archive layouts."""
 
 import csv
 import json
@@ -32,7 +32,7 @@ def box(left, top, right, bottom, **properties):
 
 
 def study_of(root, write, outlines, label="positive"):
-    """A study of one site, each of whose slides has its outlines."""
+    """Make a study of one site with outlines for each slide."""
     (root / "slides").mkdir(parents=True)
     rows = ["slide,patient,site,label,annotation"]
     for name, features in outlines.items():

@@ -1,4 +1,4 @@
-"""The audit: attacks that find planted leaks, stay calm where there are none, and bound ε soundly."""
+"""Tests of the privacy audit: membership attacks, false alarms, lower bounds of ε and its report."""
 
 import json
 import shutil
@@ -93,7 +93,7 @@ def test_the_interval_redraws_whole_patients():
 
 
 def slow_p_value(m, r, v, epsilon, delta):
-    """Theorem 5.2 of Steinke, Nasr and Jagielski (2023), letter by letter."""
+    """Compute the p-value of theorem 5.2 of Steinke, Nasr and Jagielski (2023) term by term."""
     q = exp(epsilon) / (exp(epsilon) + 1)
 
     def f(at):
@@ -118,7 +118,7 @@ def test_p_values_are_those_of_the_theorem(data):
 
 @pytest.mark.parametrize("epsilon", [1.0, *nightly(0.0, 3.0)])
 def test_randomised_response_is_bounded_below_its_epsilon_and_not_far(epsilon):
-    """Its scores are the coins, each turned with probability 1 / (1 + e^ε): the worst (ε, 0) there is."""
+    """The scores are the coins, each flipped with probability 1 / (1 + e^ε): the worst (ε, 0) mechanism."""
     rng = np.random.default_rng(1)
     bounds = []
     for _ in range(60):
@@ -131,7 +131,7 @@ def test_randomised_response_is_bounded_below_its_epsilon_and_not_far(epsilon):
 
 
 def chance_of_refuting(m, epsilon, confidence):
-    """That randomised response is called broken, at most: the sum over the four shares of canaries guessed.
+    """Bound the chance of a false alarm for randomised response: the sum over the four shares of guessed canaries.
 
     A guess about it is right with probability e^ε / (1 + e^ε), whatever the other guesses.
     """
@@ -321,7 +321,7 @@ LEARNED = ["train.data=features", "model.private=mlp_head", "train.eval_every=10
 
 @pytest.fixture(scope="module")
 def unexplained(tmp_path_factory):
-    """Labels that nothing explains, each of a patient of its own."""
+    """Random labels, one patient per row."""
     study, rng = make_study(tmp_path_factory.mktemp("leak") / "study", n_sites=1), np.random.default_rng(0)
     patients, splits = [f"p{k}" for k in range(120)], ["train"] * 80 + ["test"] * 40
     write_features(study, "S0", rng.normal(size=(120, 300)), rng.integers(2, size=120), patients, splits)
@@ -329,7 +329,7 @@ def unexplained(tmp_path_factory):
 
 
 def test_a_planted_leak_is_caught(unexplained):
-    """σ = 0 and labels that can only be learned by heart."""
+    """Without noise, random labels are overfitted."""
     bare = ["privacy.enabled=false", "train.rounds=30", "audit.canaries=60"]
     run = trained(unexplained, "regular", *LEARNED, *bare)["run"]
     (model,) = models(audit_run(unexplained, run), "private")
@@ -374,7 +374,7 @@ OTHER = ("the private model of S0 differs from this run's", "put its backup back
 
 
 def another_release(run):
-    """Puts other tensors into the place of what left last."""
+    """Replace the tensors of the last release."""
     folder = RunFolder(run).site_folder("S0")
     number = folder.list_checkpoints()[-1]
     tensors, document = folder.load_checkpoint(number)
@@ -463,7 +463,7 @@ def test_an_edited_audit_is_not_reported(finished, content):
         ("replay", ["privacy.enabled=false"], False),
     ],
 )
-def test_canaries_are_advised_only_where_a_run_allows_them(pair, method, overrides, accepted):
+def test_canaries_are_advised_exactly_where_a_run_allows_them(pair, method, overrides, accepted):
     party = RunContext.create(pair, pair.load_pipeline("small", overrides), method)
     assert stage._can_plant_canaries(party) is accepted
     try:

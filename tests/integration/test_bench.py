@@ -1,4 +1,4 @@
-"""`wsi-fl bench`: methods on hospitals drawn from a table of features."""
+"""Tests of `wsi-fl bench`: methods on hospitals drawn from a table of features."""
 
 import pickle
 import re
@@ -104,7 +104,7 @@ def test_tables_of_all_file_formats_give_the_same_result(tmp_path, npz):
 
 
 def of_tridents(folder, labels, n=6):
-    """A folder of TRIDENT's with n slides, and its table."""
+    """Write a TRIDENT folder of n slides and its table."""
     (folder / "features_uni").mkdir(parents=True)
     for k, row in enumerate(table()[0][:n]):
         with h5py.File(folder / "features_uni" / f"s{k}.h5", "w") as file:
@@ -297,7 +297,7 @@ def test_a_method_that_is_always_measured_cannot_be_requested(npz, tmp_path):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A small result, and how it was asked for."""
+    """A small result and the arguments of its benchmark."""
     folder = tmp_path_factory.mktemp("measured")
     x, y, patient = table()
     np.savez(folder / "features.npz", x=x, y=y, patient=patient)
@@ -332,7 +332,7 @@ def test_lost_doubled_or_damaged_lines_of_a_result_are_recomputed(measured, tmp_
 
 
 class Said(SilentProgress):
-    """A watcher that remembers what it was told."""
+    """A progress reporter that keeps its messages."""
 
     lines: list[str] = []  # noqa: RUF012 of all of them
 

@@ -1,4 +1,4 @@
-"""`clinical` and `plan-size` of a study that was trained: by patient and by group; document, console and report."""
+"""Tests of `clinical` and `plan-size` by patient and by group: document, console and report."""
 
 import json
 
@@ -18,7 +18,7 @@ from wsi_fl.stages.training.train import train_series
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory):
-    """(study, run): two hospitals of 40 + 30 patients of two patches each, whose tables say the scanner."""
+    """(study, run): two hospitals of 40 + 30 patients with two patches each and a table of scanners."""
     study = make_study(tmp_path_factory.mktemp("clinical") / "study", n_sites=2)
     rng = np.random.default_rng(5)
     for k in range(2):
@@ -37,7 +37,7 @@ def described(tmp_path_factory):
 
 
 def by_hand(study, run, site):
-    """(truth, score) of each patient of predictions.csv."""
+    """Return truth and score of each patient from predictions.csv."""
     found = {}
     for row in answers(study.root / run, site):
         found.setdefault(row["patient"], []).append((row["truth"] == "tumor", float(row["p_tumor"])))

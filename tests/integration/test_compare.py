@@ -1,4 +1,4 @@
-"""`compare`: paired tests against their definition, rows from runs, the baseline that is always there, the page."""
+"""Tests of `compare`: paired tests, rows of methods, the local baseline, verdicts and the page."""
 
 import copy
 import html
@@ -54,7 +54,7 @@ def run(study, method, *overrides):
 
 @pytest.fixture(scope="module")
 def series(tmp_path_factory):
-    """(study, document) of two methods with three seeds each, whose baseline was still to be trained."""
+    """(study, document) of two methods with three seeds each and a baseline trained by `compare`."""
     study = make_study(tmp_path_factory.mktemp("compare") / "study", n_sites=3)
     for seed in range(3):
         for method in ("proxyfl", "fedavg"):
@@ -205,7 +205,7 @@ def test_the_benefit_of_federation_is_paired_by_seed_and_patch(series):
 
 @pytest.fixture
 def copied(series, tmp_path):
-    """A copy of the study that a test may change."""
+    """A copy of the study for a test to change."""
     shutil.copytree(series[0].root, tmp_path / "study")
     return type(series[0])(tmp_path / "study")
 
@@ -341,7 +341,7 @@ def test_hospitals_that_keep_their_patches_train_the_baseline_in_separate_ranks(
 
 
 def made_up(method, mean, *, dp=True, **more):
-    """A row of the document."""
+    """Make a row of the document."""
     scores = ("accuracy", "macro_accuracy", "auroc", "own_accuracy")
     return {
         **{"label": f"{method} {'with' if dp else 'without'} DP", "method": method, "dp": dp, "settings": {}},

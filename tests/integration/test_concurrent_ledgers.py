@@ -1,4 +1,4 @@
-"""One budget however many processes spend it at once, on one ledger or on copies of it."""
+"""Tests of one budget spent by concurrent processes, on one ledger or on copies of it."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def released(ledger, round_, number):
 
 
 def spend(place, user, run, ready, told):
-    """Spend a hundred times at odd moments, as a job that opened its ledger before the other one began."""
+    """Spend a hundred times at random moments from a ledger opened before the other process began."""
     chance, ledger, let, why = random.Random(run), opened(place, user, run), [], []
     ready.wait(30)
     for k in range(1, TRIES + 1):
@@ -56,7 +56,7 @@ def spend(place, user, run, ready, told):
 
 
 def at_once(places, user):
-    """What two processes could let go, {run: digests}, and why not, {run: words}."""
+    """Run two processes at once; return their releases, {run: digests}, and refusals, {run: words}."""
     ready, told = FORK.Barrier(2), FORK.Queue()
     jobs = [FORK.Process(target=spend, args=(p, user, f"r{k}", ready, told)) for k, p in enumerate(places)]
     for job in jobs:
@@ -130,7 +130,7 @@ def test_a_ledger_head_deleted_meanwhile_is_noticed(place):
 
 
 @pytest.mark.parametrize("content", ['{"lines": 0, "sha256": ""}', None])
-def test_an_empty_ledger_head_is_reported_as_damaged(place, content):
+def test_an_unusable_ledger_head_is_reported_as_damaged(place, content):
     head = place.parent / "user" / "C1.head.json"
     head.unlink()
     head.write_text(content) if content else head.mkdir()
@@ -138,7 +138,7 @@ def test_an_empty_ledger_head_is_reported_as_damaged(place, content):
 
 
 def test_a_state_folder_that_is_missing_or_not_writable_is_named(tmp_path, monkeypatch):
-    """Copies would know nothing of one another."""
+    """Without a state folder, copies of a ledger could not detect each other."""
     state, real = tmp_path / "state", os.access
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
     assert user_head_path("C1") == state / "wsi-fl" / "ledgers" / "C1.head.json"

@@ -1,4 +1,4 @@
-"""Configuration: what is written is what is meant, and every mistake is one line with file, key and choices."""
+"""Tests of configuration files, overrides and their error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hospitals that keep their test parts score each other's models at home, and only counts leave them."""
+"""Tests of cross-site evaluation: hospitals score each other's models locally and release only counts."""
 
 import json
 from itertools import pairwise, permutations
@@ -45,12 +45,12 @@ QUIET = ["train.rounds=2", "privacy.sigma=4"]
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch):
-    """Real hospitals in one process, which only a test may have."""
+    """Allow real hospitals in one process, for tests only."""
     monkeypatch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
 
 
 def hospitals(root, allow=ALLOWED, **kinds):
-    """A study of three hospitals; `kinds` names site files that differ."""
+    """Make a study of three hospitals; `kinds` has site files that differ."""
     study = make_study(root, n_sites=3, site_extra=allow)
     for site, text in kinds.items():
         edit(site_file(study, site), allow, text)
@@ -80,7 +80,7 @@ def left(study, site):
 
 
 def binary(positive):
-    """Probabilities of two classes."""
+    """Return probabilities of two classes."""
     return np.stack([1 - positive, positive], axis=1)
 
 
@@ -103,7 +103,7 @@ def test_counts_of_parts_add_up_to_the_scores_of_the_whole_and_older_versions_ar
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
 @pytest.mark.parametrize("apart", [0.3, 2.0])
 def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
-    """Whether probabilities lie all near one half, or all near 0 and 1."""
+    """Holds for probabilities all near one half and for those all near 0 and 1."""
     rng = np.random.default_rng(0)
     for _ in range(20):
         label = np.arange(100) % 2
@@ -252,14 +252,14 @@ def test_scores_are_those_of_evaluate_where_the_same_sites_are_simulated(tmp_pat
 
 
 def rows_of(k):
-    """60 training and 40 test rows of features of a hospital, with their labels."""
+    """Return 60 training and 40 test rows of features of a hospital with their labels."""
     labels = np.arange(100) % 2
     x = np.random.default_rng(k).normal(size=(100, 16)) + 0.6 * np.outer(2 * labels - 1, np.arange(16) < 3)
     return x.astype(np.float32), labels
 
 
 def features_of(root, allow):
-    """Three hospitals of 60 training and 40 test rows of features."""
+    """Make three hospitals of 60 training and 40 test rows of features."""
     study = hospitals(root, allow=allow)
     patients, splits = [f"p{i}" for i in range(100)], ["train"] * 60 + ["test"] * 40
     for k, site in enumerate(SITES):
@@ -269,7 +269,7 @@ def features_of(root, allow):
 
 @pytest.mark.parametrize("noise", [*nightly("own"), "shared"])
 def test_a_head_of_all_class_statistics_is_one_model_without_local_statistics(tmp_path, noise):
-    """Every site makes the same head of what was released, and that one is scored."""
+    """Every site solves the same head from the released statistics; this head is scored."""
     options = ["train.data=features", f"privacy.noise={noise}", "privacy.enabled=false"]
     study = features_of(tmp_path / "real", 'real = true\nallow = ["model", "shared", "scores"]')
     folder = run(study, "oneshot", *options)
@@ -316,7 +316,7 @@ def test_ranks_of_two_hospitals_score_each_other(tmp_path):
 
 
 def test_counts_of_test_patients_are_no_part_of_epsilon_and_need_their_own_permission(tmp_path):
-    """Whatever else leaves without noise is part of it."""
+    """All other releases without noise are part of ε."""
 
     def opened(run, **terms):
         known = {"site": "C1", "run": run, "terms": PrivacyTerms(delta=1e-5, **terms)}
@@ -391,14 +391,14 @@ def test_counts_that_differ_from_their_announcement_are_excluded(three, monkeypa
 
 
 def of_scores(counts, classes):
-    """What sites are told of their models' counts."""
+    """Return the document of counts that sites receive."""
     hospitals = list(next(iter(counts.values())))
     models = {site: f"{k}" * 64 for k, site in enumerate(counts)}
     return {"classes": classes, "round": 4, "models": models, "hospitals": hospitals, "counts": counts}
 
 
 def uneven():
-    """Counts of three models at two hospitals, and a class whose name is markup."""
+    """Return counts of three models at two hospitals, with a class whose name is markup."""
     rng = np.random.default_rng(0)
     label, counts = np.arange(60) % 2, {}
     for shift, site in zip((0.1, 0.2, 0.3), SITES, strict=True):
@@ -408,8 +408,8 @@ def uneven():
 
 
 @pytest.mark.parametrize("n_classes", [1, 3, 5])
-def test_three_classes_have_both_accuracies_but_no_auroc(n_classes):
-    """Also where a model did not arrive at a hospital, or at any; as sites, the coordinator and the board show it."""
+def test_other_than_two_classes_have_both_accuracies_but_no_auroc(n_classes):
+    """Covers models that reached some or no hospital, on the pages of sites and coordinator and on the dashboard."""
     rng, names = np.random.default_rng(0), [f"grade {k}" for k in range(n_classes)]
     truth = rng.integers(0, n_classes, 80)
     said = {site: rng.dirichlet(np.ones(n_classes), 80) for site in SITES}
@@ -460,7 +460,7 @@ def test_the_matrix_has_every_model_at_every_hospital_and_over_all():
 
 
 def answered(**tables):
-    """Counts of several models at one hospital, by their confusion matrices."""
+    """Return counts of several models at one hospital from their confusion matrices."""
     known = {"n": 24, "positives": [13], "negatives": [11], "high": [1.0]}
     counts = {site: {"S0": known | {"confusion": table}} for site, table in tables.items()}
     return of_scores(counts, ["normal", "tumour"])

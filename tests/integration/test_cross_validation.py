@@ -1,4 +1,4 @@
-"""Cross-validation: every patient tested once, no patient on both sides, all sites kept, or one site left out."""
+"""Tests of cross-validation over patients and over sites."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ OPEN, FEW = "privacy.enabled=false", "train.rounds=1"
 
 
 def hospitals(root, n):
-    """Sites of twelve slides, each of a patient of its own; half are healthy."""
+    """Make sites of twelve slides, one per patient, half of them healthy."""
     return make_bag_study(root, n_sites=n, classes=("healthy", "tumor"))
 
 
@@ -49,14 +49,14 @@ def in_series(study, *overrides, method="proxyfl", **given):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """A study, three folds of ProxyFL and the comparison with the hospitals alone."""
+    """A study, three folds of ProxyFL and the comparison with the local baseline."""
     study = hospitals(tmp_path_factory.mktemp("folds") / "study", 2)
     document = in_series(study, "train.folds=3", "train.stratify=true", OPEN, FEW)
     return study, document, compare_methods(study, [run["run"] for run in document["runs"]])
 
 
 def asked(study, run, site="S0"):
-    """The patients whom a run tests at a site."""
+    """Return the test patients of a run at a site."""
     table = read_predictions(RunFolder(study.root / run).site_folder(site))
     return table.local_rows.patient.tolist()
 
@@ -90,7 +90,7 @@ def test_folds_are_of_whole_patients_of_all_classes_alike(rows, n, seed):
 
 
 def test_removing_a_patient_moves_no_other_patient_to_another_fold():
-    """What ε asks for; a division that looks at labels or at who else there is moves a third of them."""
+    """ε requires it; a division by labels or by other patients would move a third of them."""
     patient, label = np.array([f"p{k}" for k in range(60)]), np.arange(60) % 2
     given = {"n_folds": 5, "seed": 0, "stratified": False}
     whole = assign_folds(patient, label, **given)

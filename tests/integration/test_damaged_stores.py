@@ -1,4 +1,4 @@
-"""Damage is noticed wherever it lies, named with the command that mends it, and mended by that command alone."""
+"""Tests of damaged stores, models and checkpoints: detection, advice and repair."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = "size_px = 64\nmpp = 1.0\nbalance = false\n"
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """A tiled study for each way to store pixels, whose pipeline says all that tiling needs."""
+    """A tiled study for each way to store pixels, with all tiling settings in its pipeline."""
     archive = tmp_path_factory.mktemp("damage") / "archive"
     slides = simulated_slides.simulate_archive(archive, n_sites=1, patients_per_site=1, size_px=512)
     studies = {}
@@ -55,7 +55,7 @@ def files_of(study):
 
 
 def read_all(study):
-    """As training reads: every patch of the store."""
+    """Read every patch of the store as training does."""
     with open_store(study, "C1") as store:
         return store.read(np.arange(len(store)))
 
@@ -135,7 +135,7 @@ def test_a_flipped_bit_of_a_patch_is_found_by_training_and_repaired_by_its_advic
 
 @pytest.mark.slow
 def test_random_bit_flips_are_never_trained_on_and_never_resealed(tiled):
-    """Anywhere in a shard: training refuses what differs, and after `tile` nothing differs."""
+    """Wherever a shard is damaged, training refuses changed rows, and `tile` restores all of them."""
     study, rng, refusals = tiled("raw"), np.random.default_rng(0), 0
 
     def learned():

@@ -1,4 +1,4 @@
-"""A method is a row of one table, and all that is said of what leaves a site follows from its shares."""
+"""Tests that plans, dossiers and pages derive the disclosures of a method from its row in one table."""
 
 import re
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_a_share_without_privacy_needs_its_name_in_every_site_file(monkeypatch, 
 
 
 def table():
-    """What a site lets go by each method, as docs/explanation/privacy.md has it."""
+    """Render the table of releases by method in docs/explanation/privacy.md."""
     things = {"sums": "class statistics", "buffer": "synthetic samples", "generator": "its generator"}
     when = {"rounds": "every round", "once": "once"}
     when |= {"before": "once, before the first round", "after": "once, after the last round"}
@@ -110,7 +110,7 @@ def test_the_page_on_privacy_has_the_table_of_shares():
 
 @pytest.mark.parametrize("name", ["fedavg", "avgpush", "cwt", "fml", "proxyfl"])
 def test_no_other_file_asks_for_a_method_by_name(name):
-    """Demos and benchmarks choose one; whoever wants to know something of a method asks its row."""
+    """Demos and benchmarks choose a method; all other code reads its row."""
     known = re.compile(rf"""["']{name}["']""")
     files = [path for path in PACKAGE.rglob("*.py") if known.search(path.read_text("utf-8"))]
     places = ("demo/run", "stages/bench", "federation/methods", "hospitals/demo", "synthesis/stages/baselines")

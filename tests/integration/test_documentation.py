@@ -1,4 +1,4 @@
-"""Documentation that stays true: it names what there is, and the configuration reference is made from the models."""
+"""Tests that the documentation names existing commands, keys and links and has a current configuration reference."""
 
 import json
 import re
@@ -138,7 +138,7 @@ def test_help_and_the_page_of_commands_have_the_same_groups():
 
 
 def list_commands(text):
-    """Return the command lines of a page as words: those of blocks, and those in backticks."""
+    """Return the command lines of a page as words, from code blocks and from backticks."""
     text = text.replace("\\\n", " ")
     blocks = re.findall(r"^(?:    |\*/\d+ .*?)?((?:[^|`\n]*&& )?wsi-fl .+)$", text, re.MULTILINE)
     for line in (*blocks, *re.findall(r"`(wsi-fl [^`]+)`", text)):
@@ -157,7 +157,7 @@ OTHER_WORDS = ("greet", "installs")
 
 
 def parse_command(program, words):
-    """Parse a command line without a look at values; UsageError for what does not exist."""
+    """Parse a command line without its values; raise UsageError for an unknown command or option."""
     command, context = program, typer.Context(program, info_name="wsi-fl")
     while hasattr(command, "get_command") and words and not words[0].startswith("-"):
         name, *words = words

@@ -1,4 +1,4 @@
-"""One scan under several names is never silent: not in slides, features or images, and not between sites."""
+"""Tests that duplicate slides, features and images are reported, within a site and between sites."""
 
 import csv
 
@@ -37,7 +37,7 @@ def slide(path, seed):
 
 
 def archive_of(root, rows):
-    """An archive of slides: name → (patient, site, seed, split), with a table."""
+    """Write an archive of slides, name → (patient, site, seed, split), with a table."""
     (root / "slides").mkdir(parents=True)
     table = ["slide,patient,site,label,split"]
     for name, (patient, site, seed, split) in rows.items():

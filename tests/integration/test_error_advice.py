@@ -1,4 +1,4 @@
-"""Advice works: every command that a message names can be given, and `doctor` says what is missing."""
+"""Tests of advice in messages, of progress lines and of `doctor`."""
 
 import ast
 import errno
@@ -33,7 +33,7 @@ _COMMAND = re.compile(r"`(wsi-fl [^`]*)`|next: (wsi-fl [^;`]*)|\((wsi-fl [^)]*)\
 
 
 def _texts(tree: ast.AST):
-    """(line, text) of all strings of a module; what is put into one is 1."""
+    """Return (line, text) of all strings of a module, with 1 for each inserted value."""
     joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     inside = {id(one) for node in joined for one in node.values}
     for node in ast.walk(tree):
@@ -48,7 +48,7 @@ def _texts(tree: ast.AST):
 
 @cache
 def advised() -> list[tuple[str, str]]:
-    """(place, command) of every command that a text of the package names."""
+    """Return (place, command) of every command named in a text of the package."""
     found = {}
     sources = ((path, path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py")))
     for path, source in ((path, source) for path, source in sources if "wsi-fl" in source):
@@ -64,7 +64,7 @@ def advised() -> list[tuple[str, str]]:
 
 
 def _parses(command: str) -> None:
-    """The command exists, and takes these options with these numbers of values; others may still be asked for."""
+    """Return whether the command and its options exist; required arguments may be missing."""
     words = ["1" if word == "N" else word for word in shlex.split(command)[1:] if word not in ("&&", "…")]
     here = ROOT
     if words[0] in ("1", "ARGUMENTS"):  # a command that the text is told
@@ -104,7 +104,7 @@ def test_commands_that_do_not_exist_are_noticed():
     ],
 )
 def test_an_interrupted_local_run_names_the_command_that_resumes_it(pair, wsi_fl, monkeypatch, ended, words):
-    """And that command goes on: no round stands twice, no second run begins."""
+    """The command resumes the run: no round is repeated and no second run begins."""
     real, calls = loop._log_round, []
 
     def log(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""Models that leave: files that WSInfer and onnxruntime run, cards that say what they are, and who must allow it."""
+"""Tests of exported models: files for WSInfer and onnxruntime, model cards and permissions."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def done(tmp_path_factory):
 
 
 def said(run, site, role, name, shape, x):
-    """What a run's own model says: probabilities."""
+    """Return the probabilities of a model of the run."""
     model = create_model(name, n_classes=2, shape=shape, seed=0)
     model.load_state_dict(RunFolder(run).site_folder(site).load_model(role))
     with torch.no_grad():
@@ -49,7 +49,7 @@ def said(run, site, role, name, shape, x):
 
 
 def as_trained(pixels):
-    """Patches as models see them."""
+    """Return patches as models receive them."""
     return torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1
 
 
@@ -64,7 +64,7 @@ def pixels_of(study, site="S0"):
 
 
 def as_wsinfer_runs(folder, pixels):
-    """As WSInfer does: the transforms of config.json on PIL images, `torch.jit.load`, softmax over the logits.
+    """Predict as WSInfer does: the transforms of config.json on PIL images, `torch.jit.load`, softmax over the logits.
 
     Source: SBU-BMI/wsinfer 0.6.1, modellib/transforms.py, models.py and run_inference.py.
     """
@@ -88,7 +88,7 @@ REQUIRED = {
 
 
 def check_config(config):
-    """As the zoo's schema and `ModelConfiguration` say."""
+    """Check config.json against the schema of the zoo and `ModelConfiguration`."""
     assert {key: type(config[key]) for key in REQUIRED} == REQUIRED and config["spec_version"] == "1.0"
     assert len(set(config["class_names"])) == config["num_classes"] == len(config["class_names"])
     for step in config["transform"]:
@@ -242,7 +242,7 @@ def test_a_head_is_exported_with_its_encoder_for_wsinfer_and_without_it_for_onnx
 
 
 def test_a_shared_head_is_exported_without_local_statistics(pair):
-    """What is exported follows from what was released; the site's own exact sums change nothing in it."""
+    """The exported head follows from the released statistics; the exact local statistics do not enter it."""
     rng = np.random.default_rng(0)
     for site in ("S0", "S1"):
         y = rng.integers(0, 2, 60)
@@ -299,7 +299,7 @@ def test_bag_models_are_exported_to_onnx_for_any_number_of_patches(name, tmp_pat
 
 def test_an_export_with_different_predictions_is_not_written(tmp_path):
     class Fickle(torch.nn.Module):
-        """A trace keeps the number of rows that it saw."""
+        """A model whose trace depends on the batch size."""
 
         def forward(self, x):
             return torch.stack([x.mean((1, 2, 3)) * float(len(x)), x[:, 0, 0, 0]], 1)
@@ -310,7 +310,7 @@ def test_an_export_with_different_predictions_is_not_written(tmp_path):
 
 
 class Noisy(torch.nn.Module):
-    """Logits that differ by so much between a batch and single examples, or between the model and its file."""
+    """A model whose logits differ between a batch and single examples, or between the model and its file."""
 
     def __init__(self, by, *, of_file=False, scale=1.0):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Features of every patch: what timm makes of them, whatever disturbs the making, and training on them."""
+"""Tests of patch features: agreement with timm, interruptions, and training on them."""
 
 import shutil
 

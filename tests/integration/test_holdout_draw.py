@@ -1,4 +1,4 @@
-"""Who is held out is drawn with a secret of the hospital, and no number that others see follows from it."""
+"""Tests of the held-out draw: its secret, and that disclosed numbers do not depend on it."""
 
 import hashlib
 import threading
@@ -38,7 +38,7 @@ PER_PATIENT = "privacy.unit='patient'"
 
 
 def fill(study, site, names=NAMES, seed=0):
-    """Two rows of each patient, the last fifth for testing."""
+    """Write two rows of each patient, the last fifth for testing."""
     rng = np.random.default_rng(seed)
     patients = np.repeat(names, 2)
     label = np.arange(len(patients)) // 2 % 2
@@ -58,7 +58,7 @@ def study(tmp_path):
 
 
 def replies(study, *overrides, method="proxyfl", index=0):
-    """What a site brings to the preflight but for the settings, which all know."""
+    """Return the preflight replies of a site without the settings, which are common to all."""
     with RunContext.create(study, study.load_pipeline("small", overrides), method) as party:
         return {
             key: value for key, value in build_preflight(build_site(party, index), party).items() if key != "settings"
@@ -87,7 +87,7 @@ def test_disclosed_numbers_do_not_depend_on_the_holdout_draw(study, unit, site):
 
 
 def test_batches_sample_all_units_and_hold_rows_of_training_units_only(study):
-    """A unit that is held out is drawn at the same rate, and has no row."""
+    """A held-out unit is drawn at the same rate and has no row."""
     for unit in ("privacy.unit='row'", PER_PATIENT):
         train_part, validation, units = part(study, unit, "train.val_fraction=0.4")
         rows = np.sort(units.draw_rows(np.arange(units.n), None))
@@ -218,7 +218,7 @@ def test_a_site_made_real_draws_its_holdout_with_a_secret(study):
     ],
 )
 def test_each_ledger_has_a_separate_holdout_secret(study, ledger, secret):
-    """Ledgers that differ in what follows a dot are of other patients, and a secret is never where a ledger is."""
+    """Ledgers whose names differ after a dot are of other patients, and a secret never replaces a ledger."""
     site_file(study, "S0").write_text(f'name = "S0"\n{REAL}\nledger = "{ledger}"\n')
     assert load_holdout_draw(study, "S0").secret
     assert sorted(path.name for path in (study.root / "books").glob("[!.]*")) == [secret]

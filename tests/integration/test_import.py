@@ -1,4 +1,4 @@
-"""Features that exist already: what TRIDENT, CLAM and STAMP write becomes a feature store, or says why not."""
+"""Tests of importing features written by TRIDENT, CLAM, STAMP and LazySlide."""
 
 import csv
 import json
@@ -79,7 +79,7 @@ def contents(path):
 
 
 def brought(study, form, folder, table=None, **said):
-    """What the command says of the site; its labels are of four slides unless a table is named."""
+    """Import features and return the row of the site; the default table labels four slides."""
     table, facts = table or labels(study.root / "labels.csv"), ImportFacts(**said)
     found = import_features(study, site="S0", form=form, source=folder, labels=table, facts=facts)
     return found["sites"][0]
@@ -103,13 +103,13 @@ def test_exported_features_are_imported_bit_for_bit(study, form, tmp_path):
 
 
 def drawn(names, d=D, dtype=np.float32):
-    """Features of four patches of each slide, and their places in units of one patch."""
+    """Return features of four patches per slide and their places in units of one patch."""
     rng = np.random.default_rng(0)
     return {name: rng.normal(size=(4, d)).astype(dtype) for name in names}, np.arange(8).reshape(4, 2)
 
 
 def of_trident(folder, names="abcd", shape=lambda x: x, d=D, **attrs):
-    """As TRIDENT's `save_h5` writes: chunks of one row, and attributes of the patching."""
+    """Write as TRIDENT's `save_h5` does: chunks of one row, and attributes of the patching."""
     place = folder / "20x_256px_0px_overlap" / "features_uni_v1"
     place.mkdir(parents=True)
     said = {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40}
@@ -150,7 +150,7 @@ def of_clam(folder, names="abcd"):
 
 
 def of_lazyslide(folder, **spec):
-    """As wsidata's `features_anndata` makes it and AnnData's `write_h5ad` writes it."""
+    """Write the result of wsidata's `features_anndata` as AnnData's `write_h5ad` does."""
     folder.mkdir(parents=True)
     said = {"height": 256, "width": 256, "stride_width": 256, "mpp": 0.5, "base_downsample": 2.0} | spec
     made, places = drawn("abcd")
@@ -177,7 +177,7 @@ def labels(path, names="abcd", heading="slide_id,case_id,label", **more):
 
 
 def put(path, name, value=None):
-    """Put something else, or nothing, into the place of a dataset."""
+    """Replace or delete a dataset."""
     with h5py.File(path, "a") as file:
         del file[name]
         if value is not None:
@@ -211,7 +211,7 @@ def test_a_folder_of_trident_is_imported(study, tmp_path):
 
 
 def of_two_tools(study, tmp_path, **stamp):
-    """A hospital with TRIDENT's features of UNI, and one with STAMP's."""
+    """Make a hospital with TRIDENT's features of UNI and one with STAMP's."""
     trident, _ = of_trident(tmp_path / "trident", "abcdefgh", d=1024)
     stamps, _ = of_stamp(tmp_path / "stamp", "abcdefgh", d=1024, extractor="mahmood-uni-77ffbca1", **stamp)
     split = ["train"] * 6 + ["test"] * 2
@@ -300,7 +300,7 @@ def test_tiles_of_lazyslide_are_imported_from_anndata(study, tmp_path):
 
 
 def test_a_slide_vector_is_a_bag_of_one(study, tmp_path):
-    """As TRIDENT's slide encoders write it: a vector, beside the places of the patches that it was made of."""
+    """TRIDENT's slide encoders write a vector beside the places of its patches."""
     folder, made = of_trident(tmp_path / "job", shape=lambda x: x[0])
     folder = folder.rename(folder.parent / "slide_features_titan")
     for name in made:
@@ -386,7 +386,7 @@ def test_features_that_do_not_match_are_refused_by_name(study, tmp_path):
 
 
 def test_exported_features_load_in_clams_training(study, tmp_path):
-    """As CLAM's Generic_MIL_Dataset: labels by slide_id, then pt_files/<slide_id>.pt, or h5_files with use_h5."""
+    """CLAM's Generic_MIL_Dataset reads labels by slide_id, then pt_files/<slide_id>.pt, or h5_files with use_h5."""
     out = tmp_path / "clam"
     export_features(study, site="S0", form="clam", out=out, tensors=True)
     refused(lambda: export_features(study, site="S0", form="stamp", out=out, tensors=True), "--pt")

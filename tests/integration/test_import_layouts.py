@@ -1,4 +1,4 @@
-"""Features with what is optional left out or empty, and tables that fit none: right, or a line whose advice works."""
+"""Tests of imported features without optional fields and of tables that match no file."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SAID = {"encoder": "uni2", "patch_px": 256, "mpp": 0.5}
 
 
 def null(group, name):
-    """Write what AnnData writes for None."""
+    """Write None as AnnData does."""
     group.create_dataset(name, data=h5py.Empty("f4")).attrs.update({"encoding-type": "null"})
 
 
@@ -32,7 +32,7 @@ def h5ad(path, x, change=lambda file: None):
 
 
 def sparse(kind, x):
-    """X as AnnData writes it of rows or columns."""
+    """Write a sparse X of rows or columns as AnnData does."""
 
     def write(file):
         del file["X"]

@@ -1,4 +1,4 @@
-"""A hospital without labels receives; letters come when they come, and heads are made of those that are there."""
+"""Tests of sites without labels, and of heads solved from the class statistics present so far."""
 
 import csv
 import json
@@ -50,7 +50,7 @@ def hospitals(tmp_path_factory):
 
 
 def unlabelled(study, name):
-    """Let a receiver be part of a study."""
+    """Add an inference-only site to a study."""
     file = f'name = "{name}"\nrole = "receiver"\nreal = false\n'
     (study.root / f"sites/{name}.toml").write_text(file)
     x, _ = rows_of(80, 7)
@@ -61,7 +61,7 @@ def unlabelled(study, name):
 
 @pytest.fixture(scope="module")
 def evaluated(hospitals, tmp_path_factory):
-    """The same with a run made of all letters, its name, and what is known of it."""
+    """The study with a run over the statistics of all sites, the run's name and its evaluation."""
     study = Study(shutil.copytree(hospitals.root, tmp_path_factory.mktemp("evaluated") / "study"))
     release_statistics(study, site=None, overrides=QUIET)
     run = joined(study)["run"]
@@ -135,7 +135,7 @@ def test_an_inference_only_site_receives_the_expected_performance(evaluated):
 
 
 def test_labels_of_an_inference_only_site_are_never_read_and_a_role_changes_with_the_next_run(evaluated, tmp_path):
-    """S3 has labels now, all wrong; nothing changes but what its store says."""
+    """S3 gets labels, all wrong; its predictions stay the same."""
     study, first = Study(shutil.copytree(evaluated[0].root, tmp_path / "study")), evaluated[1]
     x, labels = rows_of(80, 7)
     write_features(study, "S3", x, 1 - labels, [f"p{k}" for k in range(80)], ["train"] * 80)
@@ -164,7 +164,7 @@ def test_a_real_inference_only_site_needs_only_the_released_files_and_no_budget(
 
 
 def test_an_inference_only_site_gets_the_head_of_the_others_and_does_not_change_it(study):
-    """The hub of the star is a site with labels, also where a receiver's name comes first."""
+    """The hub of the star is a site with labels, even where the name of a site without labels sorts first."""
 
     def once():
         known = [*NOISE, "privacy.insecure_seed=1"]
@@ -213,7 +213,7 @@ def test_a_plan_names_the_inference_only_site_and_its_hospital_signs_without_a_b
     refused(lambda: review_plan(study, plan, "S3"), 'role = "receiver"', 'says "member"')
 
 
-def test_an_inference_only_site_takes_part_in_one_shot_runs_only(study):
+def test_an_inference_only_site_takes_no_part_in_other_runs(study):
     shared = [*NOISE, "privacy.noise=shared"]
     refused(lambda: train(study, method="oneshot", overrides=shared, backend="local"), "S3.toml", "'own'")
     refused(lambda: released(study, "S3"), "S3.toml", "releases no statistics")

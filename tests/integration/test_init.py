@@ -1,4 +1,4 @@
-"""`init`: a study that the next command can use, or nothing at all."""
+"""Tests of `init`: studies from archives and without, and refused options."""
 
 from __future__ import annotations
 

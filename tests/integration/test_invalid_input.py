@@ -1,4 +1,4 @@
-"""Nonsense is refused where it is read: in one line, in our words, before time or memory is taken."""
+"""Tests that invalid input is refused in one line, before it takes time or memory."""
 
 import json
 import re
@@ -30,7 +30,7 @@ PYTHON = re.compile(
 
 
 def told(action, *words: str, error=WsiFlError) -> None:
-    """The action is refused with the words, and none of Python's."""
+    """Require a refusal with these words and without a Python message."""
     with pytest.raises(error) as caught:
         action()
     message = str(caught.value)
@@ -40,7 +40,7 @@ def told(action, *words: str, error=WsiFlError) -> None:
 
 
 def _numbers(schema, definitions, key=""):
-    """(key, field) of every number in a schema."""
+    """Return (key, field) of every number in a schema."""
     for name, field in schema.get("properties", {}).items():
         yield from _numbers_of(field, definitions, f"{key}.{name}".removeprefix("."))
 
@@ -220,7 +220,7 @@ def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
     ],
 )
 def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column, change, words):
-    """Whole, and sealed by whoever wrote it: another tool, for example."""
+    """The store is intact and sealed, as another tool might write it."""
     path, opened = study.store_path("S0"), PatchStore
     if kind == "features":
         write_features(study, "S0", np.eye(4), [0, 1, 0, 1], list("abcd"), ["train", "train", "test", "test"])

@@ -1,4 +1,4 @@
-"""Joining never costs: the hospital alone is given its due, kept beside every method, and mixed with what that made."""
+"""Tests of the local baseline and of the ensemble of local and federated model."""
 
 import json
 from dataclasses import asdict, replace
@@ -340,7 +340,7 @@ def alike(one, other):
 
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory):
-    """Two sites each: with features of 60 patients in training, and with tiny patches."""
+    """Two studies of two sites: one with features of 60 training patients, one with tiny patches."""
     found = {kind: make_study(tmp_path_factory.mktemp(kind) / "study", n_sites=2, text=LARGER) for kind in KINDS}
     for k, share in enumerate((0.2, 0.5)):
         x, labels = rows_of(60, k, share, d=40)

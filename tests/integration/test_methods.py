@@ -1,4 +1,4 @@
-"""Every row of METHODS runs in the one loop; each method is what its paper says where that can be checked."""
+"""Tests of every method in the training loop and of its agreement with its paper."""
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ def test_after_a_star_every_site_holds_the_central_model(study, method, role):
         np.testing.assert_allclose(other, models[0], rtol=1e-6, atol=1e-7)
 
 
-def test_a_single_site_is_refused_by_methods_that_average(tmp_path):
+def test_a_single_site_trains_the_same_model_by_either_method_that_averages(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     alone, again = (flat(model(study, run(study, m, "privacy.enabled=false"), "S0")) for m in ("fedavg", "avgpush"))
     assert np.array_equal(alone, again)

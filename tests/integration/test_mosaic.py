@@ -1,4 +1,4 @@
-"""Mosaics: the right patches, the encoder's own features of them, and stores that survive anything."""
+"""Tests of mosaics: choice of patches, features of the encoder, interrupted and damaged stores."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def settings(tiny_weights):
 
 @pytest.fixture(scope="session")
 def calm(archive, settings, tmp_path_factory):
-    """A study whose mosaics were made without a disturbance, and what was said of them."""
+    """A study with mosaics made without an interruption, and the document of the command."""
     root = tmp_path_factory.mktemp("calm") / "study"
     init_study(root, archive=archive)
     (row,) = make_mosaics(Study(root), site="C1", overrides=settings)["sites"]
@@ -68,14 +68,14 @@ def study(archive, tmp_path):
 
 
 def other_than(weights, folder):
-    """A file of other weights."""
+    """Write a file of other weights."""
     found = {k: v * 1.5 if v.is_floating_point() else v for k, v in load_file(weights).items()}
     save_file(found, folder / "other.safetensors")
     return folder / "other.safetensors"
 
 
 def plain_features(name, path, patches):
-    """What anybody gets from timm."""
+    """Compute features with timm alone."""
     model = timm.create_model(name, num_classes=0).eval()
     state = {k: v.float() for k, v in load_file(path).items() if not k.startswith("classifier.")}
     model.load_state_dict(state, strict=True)
@@ -271,7 +271,7 @@ def test_the_mosaic_command_refuses_bad_usage_and_prints_one_document(study, cal
 
 
 def test_a_scan_of_several_patients_is_in_one_split_and_reported(settings, tmp_path):
-    """Also where one is a link, and where two sites have it."""
+    """Covers links and scans at two sites."""
     folder = simulated_slides.simulate_archive(tmp_path / "painted", n_sites=1, patients_per_site=1, size_px=768)
     source = next(folder.rglob("*.tif"))
     slides = tmp_path / "archive" / "slides"

@@ -1,4 +1,4 @@
-"""No file that is made for others names a path of the machine, its host or who ran it."""
+"""Tests that shared files name no path, host or user of the machine."""
 
 import re
 import socket
@@ -27,7 +27,7 @@ _SOURCE = re.compile(rb"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]+\.pyc?\b")
 
 
 def contents(path):
-    """What a file holds, member by member where it is an archive."""
+    """Return the contents of a file, by member for an archive."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():

@@ -1,4 +1,4 @@
-"""Sums of features, released once: what they protect, what is solved from them, and the run around it."""
+"""Tests of one-shot class statistics: their privacy, the head solved from them, audits and secure aggregation."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ HEADS = ["train.data=features", "model.private=linear_head", "model.proxy=linear
 
 
 def rows_of(n, seed, share=0.5, d=D):
-    """Features whose label is seen in a few of them, and labels of which a share is 1."""
+    """Return features of which a few depend on the label, and labels with a given share of ones."""
     rng = np.random.default_rng(seed)
     labels = (np.arange(n) < round(n * share)).astype(int)
     x = rng.normal(size=(n, d)) + 1.5 * np.outer(2 * labels - 1, np.arange(d) < 3)
@@ -41,7 +41,7 @@ def rows_of(n, seed, share=0.5, d=D):
 
 
 def make_hospitals(root):
-    """Three hospitals of 60 training rows, of which the first two see one class alone."""
+    """Make three hospitals of 60 training rows; the first two have a single class."""
     made = make_study(root, n_sites=3)
     patients = [f"p{i // 3}" for i in range(60)] + [f"t{i}" for i in range(40)]
     for k, share in enumerate((0.0, 1.0, 0.5)):
@@ -61,7 +61,7 @@ def cut(*_, **__):
 
 @contextmanager
 def cut_off(where=LocalComm, name="exchange", how=cut):
-    """Within it a job ends, as by Ctrl-C, where messages are about to be sent."""
+    """End a job, as by Ctrl-C, just before messages are sent."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(where, name, how)
         yield
@@ -78,7 +78,7 @@ def sums_of(head, x, labels, dp=None, patient=None):
 
 
 def holding(x, labels, noise=0.0, **how):
-    """A head whose site has these rows."""
+    """Make a head of a site with these rows."""
     head = SharedHead(2, D, **how)
     head.set_local_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels))
     exact = sums_of(head, x, labels)
@@ -203,7 +203,7 @@ def test_a_class_of_few_rows_counts_for_less_in_noisy_statistics():
 
 
 class _Fixed:
-    """A covariance that is known."""
+    """A known covariance."""
 
     def __init__(self, covariance_):
         self.covariance_ = covariance_
@@ -270,7 +270,7 @@ def test_a_head_of_released_statistics_does_not_depend_on_local_rows():
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, 4.0, 16.0])
 def test_a_head_without_local_rows_is_as_confident_as_its_statistics_allow(noise, monkeypatch):
-    """What it has of noise alone says nothing of a class; which class is the most probable stays as it was."""
+    """Noise does not raise the confidence in a class; the most probable class stays the same."""
     torch.manual_seed(0)
     held, (x, y) = [], map(torch.from_numpy, rows_of(4000, 9))
     for seed in range(10):
@@ -324,7 +324,7 @@ def test_sent_statistics_are_noisy_and_local_ones_are_exact(study):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A study, a run of it without privacy, and what an audit of that says."""
+    """A study, a run of it without privacy, and the audit of this run."""
     study = make_hospitals(tmp_path_factory.mktemp("plain") / "study")
     with pytest.MonkeyPatch.context() as patch:
         return study, *an_audit(study, patch, "privacy.enabled=false")
@@ -476,7 +476,7 @@ def lines_of(study, site):
 
 
 def charges(study, n=3):
-    """How often each site was charged."""
+    """Count the charges of each site."""
     return [len(lines_of(study, f"S{k}")) for k in range(n)]
 
 
@@ -487,7 +487,7 @@ def head_of(run, site):
 
 
 def noise_of_the_sum(run):
-    """What the sum of three has beside their exact sums, and what S0 holds."""
+    """Return the noise in the sum of three sites and the head of S0."""
     held = model(run, "S0", "shared")
     return (held["sums"][:-2].double() * 3 - sum(exact_sums(run))).numpy(), held
 
@@ -583,7 +583,7 @@ def test_void_sums_do_not_end_a_run_and_each_is_charged_with_fresh_noise(study):
 
 
 def test_a_site_that_has_opened_the_sum_starts_no_second_one(study):
-    """One site has opened it when the job ends, so that the others would have to spend once more, and it too."""
+    """A site has opened the sum when the job ends, so a second sum would charge every site again."""
     real, opened = secure_aggregation._open_sum, []
 
     def second(site, *given):

@@ -1,4 +1,4 @@
-"""Image data sets divided among simulated sites: reading, dividing, storing, and training on the result."""
+"""Tests of image data sets divided among simulated sites: reading, dividing, storing and training."""
 
 import json
 from functools import partial
@@ -210,7 +210,7 @@ def study(tmp_path):
 
 
 def stored(study, site):
-    """(train rows, test rows, table, pixels) of a site's store, rows by the names of its patients."""
+    """Return (train rows, test rows, table, pixels) of a site's store, rows by the names of its patients."""
     with PatchStore(study.store_path(site)) as store:
         table = store.table
         rows = [

@@ -1,4 +1,4 @@
-"""From a slide and its record to the patches to keep, their pixels and a picture."""
+"""Tests of the choice of patches of a slide, of their pixels and of the overview picture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TUMOR = {(c, r) for c in range(2, 5) for r in range(2, 5)}
 
 
 def picture():
-    """Ten by eight cells: tissue in the middle, each cell with a grain of its own."""
+    """Return ten by eight cells with tissue in the middle and a distinct grain in each cell."""
     rng = np.random.default_rng(0)
     image = np.full((ROWS * CELL, COLUMNS * CELL, 3), 243, np.uint8)
     for c, r in TISSUE:

@@ -1,4 +1,4 @@
-"""Patients as units: clipped whole, sampled whole, accounted for by number; and what ε per row is worth to them."""
+"""Tests of patients as privacy units: clipping, sampling, accounting, and the group ε of a run per row."""
 
 import json
 from functools import partial
@@ -61,7 +61,7 @@ def row_gradients(model, x, y):
 
 
 def step(model, x, y, patient, *, clip, divisor, sigma=0.0):
-    """What one step of SGD with learning rate 1 subtracts from the parameters, [d]."""
+    """Return the update of one step of SGD with learning rate 1, [d]."""
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = DPTrainer(model, optimizer, sigma=sigma, clip=clip, batch_size=divisor, unit="patient")
@@ -109,7 +109,7 @@ def test_a_patient_moves_the_model_by_at_most_C_over_B_however_many_rows(n_rows)
 
 
 def test_patients_enter_whole_independently_and_at_their_rate():
-    """23 patients of 1 to 23 rows, B = 5: q = 1/5 for each, whatever it has."""
+    """23 patients of 1 to 23 rows, B = 5: q = 1/5 for each, whatever its number of rows."""
     nobodys = np.array(["a", "", ""])
     refused(lambda: patient_units(nobodys, 4, "S7"), "S7", "2 training rows have no patient")
     names = [f"p{k}" for k in range(23) for _ in range(k + 1)]
@@ -139,7 +139,7 @@ def test_a_few_of_many_rows_are_drawn_afresh_in_every_step():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_sampling_changes_neither_rate_nor_number_of_steps(seed):
+def test_canary_coins_change_neither_rate_nor_number_of_steps(seed):
     coins = np.random.default_rng(seed).random(9) < 0.5
     for units in (row_units(20), patient_units(np.array(["a", "b"] * 10), 3, "S")):
         planted = units.add_canaries(coins)
@@ -160,7 +160,7 @@ def trained(tmp_path_factory):
 
 
 def hand_written_epsilon(sigma, q, steps, delta):
-    """The least ε over whole orders α (Canonne, Kamath and Steinke 2020, proposition 12) of the divergences by
+    """Compute the least ε over whole orders α (Canonne, Kamath and Steinke 2020, proposition 12) of the divergences by
     Mironov, Talwar and Zhang 2019: log Σ_k C(α,k)(1−q)^(α−k) q^k e^{(k²−k)/2σ²} / (α−1)."""
 
     def rdp(order):

@@ -1,4 +1,4 @@
-"""The shipped studies of ProxyFL's section 4: their settings and their first lines."""
+"""Tests of the shipped pipelines: studies of ProxyFL's section 4, their settings and first lines."""
 
 import shlex
 
@@ -20,7 +20,7 @@ def study(tmp_path):
 
 
 def first_line(name):
-    """The options of `partition DATA` and of `train` in the command that begins the pipeline."""
+    """Return the options of `partition DATA` and of `train` in the first command of the pipeline."""
     line = (find_shipped_folder("pipelines") / f"{name}.toml").read_text(encoding="utf-8").splitlines()[0]
     divide, train = (shlex.split(command) for command in line.removeprefix("# ").split("&&"))
     assert (divide[:2], train[:2]) == (["wsi-fl", "partition"], ["wsi-fl", "train"])
@@ -28,7 +28,7 @@ def first_line(name):
 
 
 def write_images(path, n, side, channels, n_classes):
-    """Synthetic images whose brightness tells the class: an npz, or for a path without suffix a folder."""
+    """Write synthetic images whose brightness depends on the class: an npz, or a folder for a path without suffix."""
     rng = np.random.default_rng(0)
     y = np.arange(n) % n_classes
     shape = (n, side, side, channels) if channels > 1 else (n, side, side)

@@ -1,4 +1,4 @@
-"""`predict`: the same probabilities as `evaluate`, outlines that are where the tumour is, files that QuPath opens."""
+"""Tests of `predict`: agreement with `evaluate`, outlines of tumour, and files for QuPath."""
 
 import csv
 import json
@@ -43,7 +43,7 @@ TRAINING = [
 
 @cache
 def trained_on(archive, root):
-    """A study with a run; it is made once for all tests of predictions, to be read alone."""
+    """Make a read-only study with a run, once for all tests of predictions."""
     study = Study(root)
     init_study(study.root, archive=archive)
     tile_slides(study, site=None, overrides=SETTINGS)
@@ -66,7 +66,7 @@ def predicted(trained):
 
 @pytest.fixture
 def copied(trained, tmp_path):
-    """A study of one's own to break; its run, and the slides."""
+    """A copy of the study for a test to break, its run and the slides."""
     study, run, slides = trained
     shutil.copytree(study.root, tmp_path / "copy")
     return Study(tmp_path / "copy"), run, slides
@@ -312,7 +312,7 @@ def test_bad_input_is_refused_in_one_line(copied, tmp_path):
 
 
 def test_a_table_of_patches_has_all_digits_of_the_probabilities(tmp_path):
-    """A model that is sure of a class says numbers that six decimals would make one."""
+    """Six decimals would round the probabilities of a confident model to one."""
     said = {"p_tumor": np.array([1e-9, 2e-9, 1 - 1e-9, 1.0, 1 / 3]), "burden": np.arange(5) / 7 * 1e9}
     write_patch_table(tmp_path / "patches.csv", np.zeros((5, 2), np.int64), 512.0, said)
     rows = list(csv.DictReader((tmp_path / "patches.csv").open()))

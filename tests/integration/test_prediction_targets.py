@@ -1,4 +1,4 @@
-"""`[target]`: any column of a hospital's own table as classes, a number, or survival; per slide or per patient."""
+"""Tests of `[target]`: a column of a table as classes, number or survival, per slide or per patient."""
 
 import csv
 import json
@@ -78,7 +78,7 @@ def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient
 
 
 def test_curves_are_kaplan_meier_estimates():
-    """Of whole months, as tables have them: each event takes its share of those at risk."""
+    """Times are whole months, as in tables: each event removes its share of those at risk."""
     truth = np.array([[1.0, 1], [1.0, 1], [2.0, 1], [2.0, 1], [4.0, 1], [9.0, 0], [9.0, 0], [9.0, 0]])
     curve = dict(zip(*(values.tolist() for values in kaplan_meier(truth)), strict=True))
     assert [curve[end] for end in ENDS] == pytest.approx([6 / 8, 4 / 8, 3 / 8])
@@ -113,7 +113,7 @@ def test_a_number_stays_within_the_range_that_was_agreed_on():
 
 
 def concordance(risk, truth):
-    """Harrell's by scikit-survival; None where no pair's order is known."""
+    """Compute Harrell's concordance by scikit-survival; None where no pair's order is known."""
     time, seen = truth[:, 0], truth[:, 1] > 0.5
     if not any(((time > t) | (~seen & (time == t))).any() for t in time[seen]):
         return None
@@ -121,7 +121,8 @@ def concordance(risk, truth):
 
 
 def integrated_brier(said, truth, ends):
-    """By scikit-survival, over the ends within what was observed; None where there are fewer than two, or no events."""
+    """Compute the integrated Brier score by scikit-survival over the observed interval ends; None for fewer than two
+    ends or no events."""
     known = np.array([(bool(e), t) for t, e in truth], [("event", bool), ("time", float)])
     within = [k for k, end in enumerate(ends) if truth[:, 0].min() <= end < truth[:, 0].max()]
     if len(within) < 2 or not known["event"].any():
@@ -194,7 +195,7 @@ def test_an_invalid_target_is_refused(target, said):
 
 
 def write_site(study, site, seed):
-    """Two slides of every patient; the mean of feature 0 over a slide's patches is the tumour's share of it."""
+    """Write two slides of every patient; the mean of feature 0 over a slide's patches is its share of tumour."""
     rng = np.random.default_rng(seed)
     burden = rng.uniform(0, 1, N)
     bags, who = [], []
@@ -267,7 +268,7 @@ def opened(study, *overrides):
 
 
 def edit(study, **changes):
-    """Write the first line of S0's table anew."""
+    """Rewrite the first line of S0's table."""
     path = study.root / "S0.csv"
     rows = list(csv.DictReader(path.open()))
     write_table(path, [rows[0] | changes, *rows[1:]])
@@ -472,13 +473,13 @@ def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):
         ("predict.model=ensemble", "excludes predict.model = ensemble: it works with classes alone"),
     ],
 )
-def test_features_for_classes_only_are_refused_for_other_targets(study, override, said):
+def test_settings_for_classes_only_are_refused_for_other_targets(study, override, said):
     refused(lambda: trained(study, *SURVIVAL, OPEN, override, method="proxyfl"), said)
 
 
 @pytest.mark.parametrize("n_classes", [3, 5])
 def test_cross_site_scores_cover_any_number_of_classes(study, monkeypatch, n_classes):
-    """Both accuracies follow from the counts; no bins tell of an AUROC, which no page has."""
+    """Both accuracies follow from the counts; an AUROC does not, and no page shows one."""
     monkeypatch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
     make_real(study, says=f'{REAL}\nallow = ["scores"]')
     names = [f"g{k}" for k in range(n_classes)]
@@ -564,7 +565,7 @@ def test_values_that_single_precision_holds_are_trained_bit_for_bit_as_before(ki
     ],
 )
 def test_a_real_site_excludes_unexpected_values_and_its_disclosed_n_is_unchanged(study, target, change):
-    """Whether it fails would tell others that the value occurs, and so would n; its own log names line and value."""
+    """A failure or a changed n would disclose the value to others; the local log names line and value."""
 
     def seen():
         with open_data(study, "S0", study.load_pipeline("q", target)) as data:

@@ -1,4 +1,4 @@
-"""The budget of a real hospital: no setting, folder, backup or name talks it round."""
+"""Tests of the budget of a real hospital against edited settings, moved folders, backups and renamed runs."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def run(study, *overrides, method="proxyfl"):
 
 
 def begun(study, rounds, *overrides, **given):
-    """The folder of a run that was interrupted in a round."""
+    """Interrupt a run in a round and return its folder."""
     with interrupted_after(rounds):
         run(study, *overrides, **given)
     return next(study.runs_path.glob("0*"))
@@ -92,7 +92,7 @@ def test_the_whole_past_is_priced_at_the_smallest_delta(tmp_path):
         ledger_at(path, run="three", delta=1e-5, lifetime=True, max_epsilon=9.0)
 
 
-def test_a_real_hospital_never_releases_a_whole_record(hospital, tmp_path):
+def test_a_real_hospital_refuses_a_delta_that_allows_publishing_a_row(hospital, tmp_path):
     rewrite(hospital, "1e-5", "0.03")
     refused(lambda: run(hospital), "site S0: delta = 0.03 would allow publishing one of 36 rows", "below 0.028")
     ledger = ledger_at(tmp_path / "C1.jsonl", delta=0.01, lifetime=True, max_epsilon=9.0)
@@ -345,7 +345,7 @@ def test_a_renamed_run_stays_the_same_run(hospital):
 
 
 def test_only_one_of_two_versions_of_a_round_is_released(tmp_path):
-    """Two jobs work on copies of one run; whichever comes later to the ledger is refused."""
+    """Two jobs work on copies of one run; the later one at the ledger is refused."""
     path = tmp_path / "C1.jsonl"
     first, second = ledger_at(path), ledger_at(path)
     mine, other = released(first), released(second, VECTOR + 1)
@@ -360,7 +360,7 @@ def test_only_one_of_two_versions_of_a_round_is_released(tmp_path):
 
 
 def test_a_relayed_model_counts_as_sent(tmp_path):
-    """A host gives a share of what it holds to a site that comes back, before its own release has left."""
+    """A host sends a share of its model to a returning site before its own release."""
     path = tmp_path / "C1.jsonl"
     ledger = ledger_at(path)
     mine = released(ledger)
@@ -385,7 +385,7 @@ def test_a_model_that_stays_at_the_site_is_not_retrained_for_free(hospital):
 
 
 def test_only_one_of_two_models_that_stay_at_the_site_is_kept(hospital):
-    """A copy of the run, from before the last checkpoint, was finished meanwhile."""
+    """A copy of the run from before the last checkpoint was finished in between."""
     path = begun(hospital, 1, method="regular")
     copy = Path(shutil.copytree(path, path.with_name("00002-copy")))
     with dying(PrivacyLedger, "record_transmission", 1):  # round 2 is recorded and has its checkpoint
@@ -420,7 +420,7 @@ def test_a_run_with_an_edited_plan_or_site_file_does_not_resume(hospital):
 
 
 def test_a_round_that_a_smaller_budget_forbids_is_abandoned_and_not_repeated(hospital):
-    """It was recorded and killed before its checkpoint, and the hospital has lowered max_epsilon since."""
+    """The round was recorded and killed before its checkpoint; the hospital has lowered max_epsilon since."""
     with dying(loop, "write_checkpoint", 2):
         run(hospital)
     once = epsilon([Mechanism(4.0, 0.7, 0.2, 5)], 1e-5) + 1e-9
@@ -439,7 +439,7 @@ def test_a_ledger_is_found_through_its_run_once_the_site_file_is_deleted(tmp_pat
 
 
 def account_of(plan, limit, past=(), done=0, delta=1e-5):
-    """The account of a site as plans are priced on it."""
+    """Make the account of a site for pricing plans."""
     ledger = SimpleNamespace(
         terms=PrivacyTerms(delta, max_epsilon=limit, lifetime=True),
         count_rounds=lambda: done,
@@ -449,7 +449,7 @@ def account_of(plan, limit, past=(), done=0, delta=1e-5):
 
 
 def by_round(account, rounds):
-    """How many rounds a budget allows, each priced with all before it as a mechanism of its own."""
+    """Count the rounds a budget allows, each priced together with all earlier ones as a separate mechanism."""
     found, spent = account.ledger.count_rounds(), account.ledger.list_mechanisms()
     limit, delta = account.ledger.terms.max_epsilon, account.ledger.terms.delta
     while found < rounds and epsilon([*spent, account.plan], delta) <= limit:

@@ -1,4 +1,4 @@
-"""What is public: directions and starting weights are never made of a real hospital's patients unasked."""
+"""Tests that projections and starting weights use a real hospital's patients only with permission."""
 
 import os
 import shutil
@@ -107,7 +107,7 @@ def test_a_slide_that_is_a_folder_belongs_to_the_site_with_all_its_files(study, 
 
 @pytest.fixture
 def run_of(study):
-    """A folder of a run of a method, in which S0 and S1 have models."""
+    """Make a folder of a run of a method with models of S0 and S1."""
 
     def made(method, enabled=True):
         run = study.runs_path / f"00001-{method}"

@@ -1,4 +1,4 @@
-"""Sums that a site releases as a file: once, through the ledger, whatever crashes; and what is made of the files."""
+"""Tests of class statistics released as files: ledger, crashes, damaged files, and heads solved from the files."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def sums_at(path):
 
 
 def written(path, letter, vector):
-    """Puts another vector, of which the file knows, into the place of a letter's."""
+    """Write another vector with a matching digest into a class statistics file."""
     facts = letter.header.model_copy(update={"digest": digest_values(vector)})
     stage.write_statistics(path, stage.ReleasedStatistics(facts, vector))
 
@@ -90,7 +90,7 @@ def lines_of(study, site="S0"):
 
 
 def rewritten(path, tensors=None, **document):
-    """Puts other tensors, or another document, into a file."""
+    """Write other tensors or another document into a file."""
     known, said = load_tensors(path, "release")
     save_tensors(path, known | (tensors or {}), said | document)
 
@@ -111,7 +111,7 @@ def test_statistics_are_released_once_and_cost_the_epsilon_of_their_ledger(study
 
 
 def letter_of_s0():
-    """Exact sums over the training rows of S0, as its letter would hold them without noise."""
+    """Compute the class statistics of the training rows of S0 without noise."""
     x, labels = rows_of(60, 0, 0.0)
     head = SharedHead(2, D)
     return head.pack_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels)).numpy()
@@ -260,7 +260,7 @@ def lost_both(study):
 
 
 def store_anew(study):
-    """The hospital's machine was lost: its store was made anew, and of what it released nothing is here."""
+    """Rebuild the store of a hospital without its earlier releases, as after the loss of its machine."""
     shutil.rmtree(study.root / "statistics")
     study.local_release_path("S0").unlink()
 
@@ -502,7 +502,7 @@ def test_an_audit_of_files_uses_their_noise_and_a_forged_file_is_refused(study, 
 
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_harmful_class_statistics_get_no_weight(study, spoilt):
-    """S2 knows both classes, and notices on rows that its own model has not seen that the classes were swapped."""
+    """S2 has both classes and detects the swapped classes on rows held out from its local model."""
     all_released(study, *HEADS, "privacy.sigma=0.5")
     for name in ("S0", "S1"):
         if spoilt:
@@ -569,7 +569,7 @@ def test_a_run_of_released_files_names_the_missing_ones(study):
 
 
 def start_of(study):
-    """The linear layer that the files make, by the definition of the head."""
+    """Solve the linear layer of the files by the definition of the head."""
     head = SharedHead(2, D)
     vectors = [sums_at(study.release_path(f"S{k}")).vector for k in range(3)]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The page of a run: its numbers, its sentences, what it needs, what it leaves out, and how it looks in a browser."""
+"""Tests of the report of a run: numbers, sentences, pictures left out, and display in a browser."""
 
 import io
 import math
@@ -37,7 +37,7 @@ def scores(level):
 
 
 def measured(rng, level, n, classes):
-    """One evaluation of one model, shaped as `evaluate --json` writes it."""
+    """Return an evaluation of a model as `evaluate --json` writes it."""
     bins = [{"confidence": c, "accuracy": 0.9 * c, "n": 70} for c in (0.55, 0.75, 0.97)]
     bins.append({"confidence": None, "accuracy": None, "n": 0})
     return scores(level) | {
@@ -61,14 +61,14 @@ def history(rounds, merged):
 
 
 def picture(rng):
-    """Something colourful as PNG."""
+    """Return a colourful PNG."""
     out = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (45, 60, 3), np.uint8)).resize((300, 225)).save(out, "PNG")
     return out.getvalue()
 
 
 def other_run(number, method, epsilon, accuracy, sd):
-    """What a comparison knows of another run."""
+    """Return the entry of another run in a comparison."""
     privacy = {"dp": bool(epsilon), "epsilon": epsilon, "guarantee": "guaranteed" if epsilon else "none"}
     means = {name: {"mean": mean, "sd": sd} for name, mean in scores(accuracy).items()}
     return {"run": f"0000{number}-{method}-camelyon17_small", "method": method, **privacy, **means}
@@ -133,7 +133,7 @@ def make_page(n_sites=4, *, rounds=20, classes=CLASSES, names=None, n_overviews=
 
 
 class Document(HTMLParser):
-    """The page as a reader's software sees it: balanced tags, attributes, texts and tables."""
+    """The parsed page: balanced tags, attributes, texts and tables."""
 
     VOID = frozenset(["meta", "link", "img", "br", "hr", "input", "path", "use", "image", "rect", "line", "circle"])
 
@@ -178,7 +178,7 @@ class Document(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
     def table(self, *headings):
-        """Rows by their first cell of the table that has these headings."""
+        """Return the rows of the table with these headings, by their first cell."""
         for rows in self.tables:
             for i, row in enumerate(rows):
                 if set(headings) <= set(row):
@@ -209,7 +209,7 @@ def document(html):
 
 
 def walk(value, change):
-    """A copy of a JSON value with every number changed; keys that count or order things are kept."""
+    """Copy a JSON value with every number changed, except counts and orders."""
     if isinstance(value, dict):
         return {k: v if k in ("round", "dp") else walk(v, change) for k, v in value.items()}
     if isinstance(value, list):
@@ -218,7 +218,7 @@ def walk(value, change):
 
 
 def sites_of(page, change):
-    """The page with every site of its evaluation changed."""
+    """Make the page with every site of its evaluation changed."""
     sites = [change(site) for site in page.evaluation["sites"]]
     return replace(page, evaluation={**page.evaluation, "sites": sites})
 
@@ -397,7 +397,7 @@ def test_names_cannot_break_the_page():
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """(study, run) of a simulated site, S0, and of a real one, S1, that learned from images of S1's denoiser."""
+    """(study, run) of a simulated site, S0, and a real one, S1, trained on images of S1's denoiser."""
     study = make_study(tmp_path_factory.mktemp("report") / "study", n_sites=2)
     run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
     evaluate(study, run)

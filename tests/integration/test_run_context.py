@@ -1,4 +1,4 @@
-"""A stage reads each site file once, opens each store once, and closes it at its end."""
+"""Tests that a stage reads each site file once, opens each store once and closes it at its end."""
 
 from collections import Counter
 
@@ -47,7 +47,7 @@ def test_a_process_opens_no_store_of_another_site_where_all_keep_their_patches(t
     assert not stores[0]._file
 
 
-def test_site_files_are_read_once_per_stage(study, monkeypatch):
+def test_site_files_are_read_once_and_later_changes_are_ignored(study, monkeypatch):
     read, site = [], Study.load_site
     monkeypatch.setattr(Study, "load_site", lambda self, name: read.append(name) or site(self, name))
     party = RunContext.create(study, study.load_pipeline("small"), "proxyfl")

@@ -1,4 +1,4 @@
-"""A shared sum of which hospitals go away in the middle: what the others hold, and what each is charged."""
+"""Tests of secure aggregation with dropouts: the sum of the remaining hospitals and the charges."""
 
 import threading
 from types import SimpleNamespace
@@ -25,16 +25,16 @@ CPU = torch.device("cpu")
 
 
 class GoneError(Exception):
-    """The process of a site is killed."""
+    """The killed process of a site."""
 
 
 class Table(LocalComm):
-    """Sites in threads of their own: each lays down what it says, and waits for those who have not gone.
+    """An exchange between sites in threads: each sends its messages and waits for the running ones.
 
     Args:
-        me: the site of this end.
-        laid: what was laid down, by call, sender and receiver; shared by all.
-        gone: who is gone; shared by all.
+        me: this end's site.
+        laid: messages by call, sender and receiver; shared by all.
+        gone: the dropped-out sites; shared by all.
     """
 
     def __init__(self, me, n_sites, laid, gone, changed):
@@ -73,7 +73,7 @@ class Table(LocalComm):
 
 
 def killed_before(comm, phase):
-    """Let the process of this end be killed as it comes to a phase."""
+    """Kill this site's process at the start of a phase."""
     left = PHASES.index(phase)
 
     def counted(call):
@@ -91,7 +91,7 @@ def killed_before(comm, phase):
 
 
 def site_of(folder, index, sigma):
-    """A hospital that has trained its round: its head holds the sums of its rows."""
+    """Make a hospital after its round of training: its head holds the statistics of its rows."""
     (folder / NAMES[index]).mkdir(parents=True, exist_ok=True)
     head = SharedHead(2, 6, projection=4)
     head.noiseless_statistics.copy_(
@@ -110,7 +110,7 @@ SCHEDULE = SimpleNamespace(colluding=1, dropouts=1, insecure_seed=None)
 
 
 def together(folder, comm_of, sigma=0.0):
-    """Each site in a thread; return the sites, and what each raised."""
+    """Run each site in a thread; return the sites and their exceptions."""
     sites = {k: site_of(folder, k, sigma) for k in range(4)}
     raised = {}
 
@@ -160,7 +160,7 @@ def charges(site):
 
 
 def check(sites, raised, lost, inside):
-    """Those who stayed hold the mean of those in the sum, and say who went away."""
+    """Require that the remaining sites hold the mean over the sum and name the dropped-out sites."""
     total = sum(head_of(sites[k]).noiseless_statistics for k in inside)
     for k, site in sites.items():
         if k == lost:
@@ -197,7 +197,7 @@ def test_the_sum_without_a_dropped_out_site_is_charged_once_and_has_the_plans_no
 
 
 def test_the_remaining_sites_restart_after_a_void_sum_with_a_smaller_tolerance(tmp_path):
-    """Three can do without none of them, so the noise is that of two honest ones again."""
+    """Three sites tolerate no dropout, so the noise is that of two honest sites again."""
     sites, raised = together(tmp_path, at_a_table("votes", [2, 3]), sigma=2.0)
     assert len(raised) == 4
     left = [sites[k] for k in range(3)]
@@ -222,7 +222,7 @@ def test_a_sum_with_more_dropouts_than_tolerated_is_void_and_charged(tmp_path):
 
 
 def test_a_message_masked_for_another_set_of_sites_is_not_counted(tmp_path):
-    """C3 tells C4 that C1's keys never came, so C4 masks with fewer: it holds no message that fits, nor others its."""
+    """C3 reports to C4 that C1's keys never arrived, so C4 masks with fewer sites, and its message fits no other."""
 
     def lies(comm, k):
         hand, told = comm.exchange_documents, []
@@ -243,7 +243,7 @@ def test_a_message_masked_for_another_set_of_sites_is_not_counted(tmp_path):
 
 
 def test_a_share_for_one_site_is_never_in_the_parcel_of_another(tmp_path):
-    """Every share goes to its site alone: no parcel that one site was handed is in what another one was."""
+    """Every share goes to one site only."""
     seen = {}
 
     def watch(comm, k):

@@ -1,4 +1,4 @@
-"""`train --seeds`: a series of runs, completed by resuming any of them."""
+"""Tests of `train --seeds`: a series of runs, completed by resuming any of them."""
 
 import json
 import re

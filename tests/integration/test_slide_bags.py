@@ -1,4 +1,4 @@
-"""Slides as bags of features: their models by name, gradients, every method, restricted answers, predictions."""
+"""Tests of slides as bags of features: models, gradients, methods, restricted classes and predictions."""
 
 import json
 import pathlib
@@ -66,7 +66,7 @@ mpp = 1.0
 
 
 def write_mosaic(study, site, seed=0, *, classes=CLASSES, n_slides=12, d=D, encoder="densenet121 abc", only=None):
-    """A feature store whose features tell the class; every third slide is held out."""
+    """Write a feature store whose features depend on the class; every third slide is held out."""
     rng = np.random.default_rng(seed)
     label = np.arange(n_slides) % (len(classes) if only is None else only)
     kinds = [next((kind for kind, names in TYPES.items() if classes[c] in names), "") for c in label]
@@ -110,7 +110,7 @@ def bags(tmp_path):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """A study and a run that was evaluated."""
+    """A study and an evaluated run."""
     study = make_bag_study(tmp_path_factory.mktemp("bags") / "study")
     run = trained(study, "proxyfl", "train.rounds=12", OPEN)["run"]
     return study, run, evaluate(study, run)
@@ -174,7 +174,7 @@ def test_a_bag_of_padding_and_a_bag_of_one_patch_have_predictions(name):
 @pytest.mark.parametrize("name", BAG_BUILDERS)
 @pytest.mark.parametrize("lengths", [LENGTHS, (9, 2, 17), (1, 1), (40, 3, 90)])
 def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, lengths, monkeypatch):
-    """By inner products and by gradients written down; of TransMIL also where it has landmarks."""
+    """Covers inner products, explicit gradients, and TransMIL with landmarks."""
     if lengths == (9, 2, 17):
         monkeypatch.setattr(mil, "_N_LANDMARKS", 4)
     torch.manual_seed(0)
@@ -371,8 +371,8 @@ def test_attention_sums_to_one_over_the_patches_and_padding_has_none(name):
     assert model_of("deepset").patch_attention(x) is None
 
 
-def test_attention_weights_the_patches_of_the_prediction():
-    """ABMIL's answer is its last layer on the mean of the projected patches that attention weighs."""
+def test_a_prediction_rests_on_the_attention_weighted_patches():
+    """ABMIL's prediction is its last layer on the attention-weighted mean of the projected patches."""
     model, x = model_of("abmil"), as_tensor(unequal())
     weighted = (model.patch_attention(x).unsqueeze(2) * model.phi(x[..., :-1])).sum(1)
     torch.testing.assert_close(model(x), model.rho(weighted))
@@ -439,7 +439,7 @@ def test_attention_of_every_head_reaches_predict(tmp_path):
 
 
 def many(lengths=(3, 50, 20), d=2):
-    """Bags whose k-th patch is numbered k."""
+    """Make bags whose k-th patch is numbered k."""
     bags = [np.stack([np.arange(m), np.full(m, m)], 1).astype(np.float32) for m in lengths]
     n, names = len(bags), np.array([f"s{m}" for m in lengths])
     table = BagTable(np.zeros(n, np.int64), np.full(n, ""), names, names, np.full(n, "train"))
@@ -448,7 +448,7 @@ def many(lengths=(3, 50, 20), d=2):
 
 
 def seen(examples, seed, rows=(0, 1, 2)):
-    """The numbers of the patches that a training step sees, by bag."""
+    """Return the numbers of the patches in a training step, by bag."""
     draws = CipherStream.from_seed(seed)
     ((x, _),) = load_batches(examples, iter([np.array(rows)]), augment=None, device=CPU, draws=draws)
     return [bag[bag[:, -1] > 0][:, 0].int().tolist() for bag in x]
@@ -471,7 +471,7 @@ def test_every_patch_is_equally_likely_to_be_drawn():
 
 
 def test_the_patches_drawn_from_a_bag_do_not_depend_on_other_bags():
-    """The promise of ε: one record changes one gradient."""
+    """ε requires that one record changes one gradient."""
     one, other = sample_patches(many((30, 50, 20)), 10), sample_patches(many((30, 7, 20)), 10)
     for seed in range(5):
         a, b = seen(one, seed), seen(other, seed)

@@ -1,4 +1,4 @@
-"""Letters for numbers and for the time of an event: what they protect, what is solved from them, the runs around it."""
+"""Tests of one-shot statistics for numbers and survival: privacy, the head solved from them, and runs."""
 
 import json
 
@@ -40,7 +40,7 @@ def oneshot(study, *overrides):
 
 
 def rows_of(task, n, seed, share=(0.0, 10.0)):
-    """Features of which the first three say the answer, up to chance; numbers within a share of the range."""
+    """Return features of which the first three determine the target up to noise; numbers fill a share of the range."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, D)).astype(np.float32)
     signal = x[:, :3].sum(1)
@@ -57,7 +57,7 @@ def empty(task):
 
 
 def holding(task, x, truth, noise=0.0):
-    """A head whose site has these rows, and its letter with noise."""
+    """Make a head of a site with these rows and its noisy statistics."""
     head, columns = empty(task), task.statistics_columns(torch.from_numpy(truth))
     z = head.embed_rows(torch.from_numpy(x))
     head.set_local_statistics(z, columns)
@@ -113,7 +113,7 @@ def test_class_statistics_are_the_sum_and_count_of_the_rows_of_each_class_bit_fo
 
 
 def extremes(task, n, seed):
-    """Rows whose answers reach every column, and whose features are tiny, huge, constant or broken."""
+    """Return rows whose targets reach every column and whose features are tiny, huge, constant or broken."""
     rng = np.random.default_rng(seed)
     x = (rng.normal(size=(n, D)) * rng.choice([1e-3, 1, 1e3], n)[:, None]).astype(np.float32)
     x[0], x[1, 0] = 0, np.inf
@@ -343,7 +343,7 @@ def test_a_release_costs_one_gaussian_mechanism_and_fits_no_other_target(tmp_pat
     refused(lambda: release_statistics(study, site="S0", overrides=[*other, *HOW]), "put the settings back")
 
 
-def test_a_plan_states_the_size_of_class_statistics(study):
+def test_a_plan_states_the_size_of_the_statistics(study):
     for target, kind, columns, outputs in ((NUMBER, "number", 2, 1), (SURVIVAL, "survival", 9, 4)):
         pipeline = study.load_pipeline("q", [*target, *HOW])
         with RunContext.create(study, pipeline, "oneshot") as party:

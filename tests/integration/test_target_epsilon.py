@@ -1,4 +1,4 @@
-"""A target ε: every site's own batch size and noise, an account that ends at the target, and what counts towards it."""
+"""Tests of a target ε: batch size and noise of each site, the account at the end, and past releases."""
 
 import json
 
@@ -22,7 +22,7 @@ ROUNDS = "train.rounds=4"
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory):
-    """Three sites of unlike size, one with a δ of its own."""
+    """Three sites of unequal size, one with a separate δ."""
     study = make_study(tmp_path_factory.mktemp("target") / "study", n_sites=3)
     write_store(study, "S1", n_per_slide=60)
     edit(site_file(study, "S2"), more="delta = 1e-3\n")
@@ -31,7 +31,7 @@ def uneven(tmp_path_factory):
 
 @pytest.fixture
 def settings(pair):
-    """(pipeline, one of its sites with what changes) of a study."""
+    """(pipeline, function that makes a site file with changes) of a study."""
     pipeline = pair.load_pipeline("small", [TARGET, ROUNDS, "privacy.delta=1e-5"])
     return pipeline, lambda **changes: pair.load_site("S0").model_copy(update=changes)
 

@@ -1,4 +1,4 @@
-"""TCGA: barcodes, institutions, manifests, clinical tables, and the study that `init` makes of an archive."""
+"""Tests of TCGA archives: barcodes, institutions, manifests, clinical tables and the study made by `init`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_clinical(path: Path, cases=CASES, header=HEADER, extra=()) -> Path:
 
 
 def write_manifest(archive: Path, *more: str) -> Path:
-    """Of all slides that are there, and of others of five bytes."""
+    """Write a manifest of all existing slides and of further ones of five bytes."""
     slides = sorted(archive.rglob("*.svs"))
     rows = [(path.parent.name, path.name, str(path.stat().st_size)) for path in slides]
     rows += [("x", name, "5") for name in more]
@@ -315,7 +315,7 @@ def test_generic_archives_may_have_diagnoses(tmp_path):
 
 
 def paint(path: Path, seed: int) -> None:
-    """A slide with a patch of tissue on white glass, named as TCGA does."""
+    """Write a slide with a patch of tissue on white glass under a TCGA name."""
     rng = np.random.default_rng(seed)
     pixels = np.full((256, 256, 3), 244, np.uint8)
     pixels[32:224, 32:224] = np.array([180, 110, 160]) + rng.integers(-25, 25, (192, 192, 3))

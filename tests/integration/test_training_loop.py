@@ -1,4 +1,4 @@
-"""The one loop, in process: what its methods are worth at their limits, and what it costs and sends."""
+"""Tests of the training loop in one process: limiting cases, privacy cost, messages and resumption."""
 
 import shutil
 from itertools import pairwise
@@ -126,7 +126,7 @@ def test_a_self_weight_of_one_half_gives_the_mean_of_two_neighbours(study):
 @pytest.mark.parametrize("method", ["regular", "proxyfl"])
 def test_a_diverging_model_is_reported(pair, method, monkeypatch):
     class Wild(torch.optim.Adam):
-        """Goes further than a pipeline may."""
+        """An optimiser with a learning rate above the allowed range."""
 
         def __init__(self, parameters, lr, **given):
             super().__init__(parameters, lr=1e30, **given)

@@ -1,4 +1,4 @@
-"""A file that cannot be read now is not damaged, and nobody is told to make it again."""
+"""Tests that a temporarily unreadable file is reported as in use and not as damaged."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ HOLD = "import h5py, sys; f = h5py.File(sys.argv[1], 'a'); print('held', flush=T
 
 @contextmanager
 def hold_open(path):
-    """Within it another process has a file open for writing, as a notebook does."""
+    """Keep a file open for writing in another process, as a notebook does."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], **pipes) as other:
         other.stdout.readline()

@@ -1,4 +1,4 @@
-"""Sites that start from published weights: what of a network travels, is kept, goes on, and must be the same."""
+"""Tests of sites that start from published weights: the trained part, its transfer, resumption and agreement."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def settings(part="norm", weights=f"weights/{NAME}.safetensors", **more):
 
 
 def started(root, n_sites=2, seed=0, site_extra="real = false"):
-    """A study whose models start from weights of their own."""
+    """Make a study whose models start from given weights."""
     study = make_study(root, n_sites=n_sites, size_px=SIZE, site_extra=site_extra)
     (root / "weights").mkdir()
     published(root / "weights", NAME, seed)
@@ -51,7 +51,7 @@ def study(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def done(study):
-    """A run of ProxyFL, and the same one interrupted and resumed."""
+    """A run of ProxyFL and an identical one, interrupted and resumed."""
     sets = [*settings(), "train.local_baseline=true", "privacy.insecure_seed=1"]
     whole = train(study, method="proxyfl", overrides=sets, backend="local")["run"]
     with interrupted_after(3):
@@ -61,7 +61,7 @@ def done(study):
 
 
 def begun(study, part="norm", seed=0):
-    """A network as a run of it starts."""
+    """Make a network in its state at the start of a run."""
     start = StartWeights(part, study.root / f"weights/{NAME}.safetensors")
     return create_model(f"timm:{NAME}", n_classes=2, shape=Images(3, SIZE), seed=seed, start=start)
 
