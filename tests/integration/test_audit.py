@@ -205,15 +205,15 @@ def models(document, name):
 
 
 @pytest.fixture(scope="module")
-def noisy(tmp_path_factory):
+def noisy_run(tmp_path_factory):
     """Two sites in strict mode with noise, 400 canaries each."""
     study = make_study(tmp_path_factory.mktemp("audit") / "study", n_sites=2)
     summary = trained(study, "proxyfl", *PLAN, "privacy.sigma=8.0")
     return study, summary, audit_run(study, summary["run"])
 
 
-def test_with_noise_the_bound_stays_below_epsilon(noisy):
-    study, summary, document = noisy
+def test_with_noise_the_bound_stays_below_epsilon(noisy_run):
+    study, summary, document = noisy_run
     for row, site in zip(summary["sites"], document["sites"], strict=True):
         said = [row[key] for key in ("guarantee", "canaries", "n_train", "n_units")]
         assert said == ["guaranteed", 400, 36, 436]
@@ -228,8 +228,8 @@ def test_with_noise_the_bound_stays_below_epsilon(noisy):
         assert rates == {1 / -(-436 // 64)}  # of rows and canaries, whatever the coins
 
 
-def test_a_bound_is_called_broken_at_the_level_of_all_models_of_the_run(noisy, monkeypatch):
-    study, summary, document = noisy
+def test_a_bound_is_called_broken_at_the_level_of_all_models_of_the_run(noisy_run, monkeypatch):
+    study, summary, document = noisy_run
     assert (document["confidence"], document["tests"], document["level"]) == (0.95, 2, 0.975)
     assert "2 models" in document["tested"] and "97.5 %" in document["tested"]
     assert "replaced by nothing" in document["adjacency"] and "group of two" in document["adjacency"]
@@ -253,22 +253,22 @@ def test_a_bound_is_called_broken_at_the_level_of_all_models_of_the_run(noisy, m
     audit_run(study, summary["run"])  # for the tests that follow
 
 
-def test_private_models_without_noise_reveal_their_canaries(noisy):
-    for model in models(noisy[2], "private"):
+def test_private_models_without_noise_reveal_their_canaries(noisy_run):
+    for model in models(noisy_run[2], "private"):
         assert model["canaries"]["epsilon_lower"] > 1 and model["canaries"]["accuracy"] > 0.6
 
 
 @pytest.mark.slow
-def test_without_noise_the_bound_exceeds_the_epsilon_of_the_plan_with_noise(noisy):
-    study, summary, _ = noisy
+def test_without_noise_the_bound_exceeds_the_epsilon_of_the_plan_with_noise(noisy_run):
+    study, summary, _ = noisy_run
     bare = trained(study, "proxyfl", *PLAN, "privacy.sigma=0.0")
     for model, row in zip(models(audit_run(study, bare["run"]), "proxy"), summary["sites"], strict=True):
         assert model["canaries"]["epsilon_lower"] > row["epsilon"]
         assert model["canaries"]["epsilon_upper"] is None
 
 
-def test_the_audited_proxy_is_the_last_one_released(noisy):
-    study, summary, _ = noisy
+def test_the_audited_proxy_is_the_last_one_released(noisy_run):
+    study, summary, _ = noisy_run
     run = RunFolder(study.root / summary["run"])
     party = RunContext.restore(study, run)
     for index, site in enumerate(party.sites):
@@ -279,8 +279,8 @@ def test_the_audited_proxy_is_the_last_one_released(noisy):
         assert released[-1] == f"model {digest_values(vector)}"
 
 
-def test_canaries_stay_at_the_site_and_are_planted_again_after_a_restart(noisy):
-    study, summary, document = noisy
+def test_canaries_stay_at_the_site_and_are_planted_again_after_a_restart(noisy_run):
+    study, summary, document = noisy_run
     run = RunFolder(study.root / summary["run"])
     kept = run.site_folder("S0").read_document("canaries")
     assert kept["n"] == len(kept["coins"]) == 400 and set(kept["coins"]) == {"0", "1"}
@@ -294,8 +294,8 @@ def test_canaries_stay_at_the_site_and_are_planted_again_after_a_restart(noisy):
     assert str(again.seed) == kept["seed"]
 
 
-def test_the_report_shows_both_bounds_and_the_planted_canaries(noisy, capsys):
-    study, summary, document = noisy
+def test_the_report_shows_both_bounds_and_the_planted_canaries(noisy_run, capsys):
+    study, summary, document = noisy_run
     page = write_report(study, summary["run"]).read_text()
     assert 'id="audit"' in page and "ε between its bounds" in page and "400 at S0" in page
     proxy = models(document, "proxy")[0]["canaries"]
@@ -308,8 +308,8 @@ def test_the_report_shows_both_bounds_and_the_planted_canaries(noisy, capsys):
     assert document["tested"] in words and document["adjacency"] in words
 
 
-def test_the_command_prints_one_document(noisy, wsi_fl):
-    study, summary, document = noisy
+def test_the_command_prints_one_document(noisy_run, wsi_fl):
+    study, summary, document = noisy_run
     done = wsi_fl("audit", summary["run"], "--json", cwd=study.root)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == document
@@ -320,7 +320,7 @@ LEARNED = ["train.data=features", "model.private=mlp_head", "train.eval_every=10
 
 
 @pytest.fixture(scope="module")
-def unexplained(tmp_path_factory):
+def random_labels(tmp_path_factory):
     """Random labels, one patient per row."""
     study, rng = make_study(tmp_path_factory.mktemp("leak") / "study", n_sites=1), np.random.default_rng(0)
     patients, splits = [f"p{k}" for k in range(120)], ["train"] * 80 + ["test"] * 40
@@ -328,23 +328,23 @@ def unexplained(tmp_path_factory):
     return study
 
 
-def test_a_planted_leak_is_caught(unexplained):
+def test_a_planted_leak_is_caught(random_labels):
     """Without noise, random labels are overfitted."""
     bare = ["privacy.enabled=false", "train.rounds=30", "audit.canaries=60"]
-    run = trained(unexplained, "regular", *LEARNED, *bare)["run"]
-    (model,) = models(audit_run(unexplained, run), "private")
+    run = trained(random_labels, "regular", *LEARNED, *bare)["run"]
+    (model,) = models(audit_run(random_labels, run), "private")
     own = model["membership"]["own"]
     assert (own["members"], own["non_members"]) == (80, 40)
     assert own["auroc"] > 0.8 and own["interval"][0] > 0.5 and own["alarm"] is True
     assert own["tpr_at_fpr"] == {"0.01": None, "0.001": None}
     assert model["canaries"]["epsilon_lower"] > 1
-    assert "its losses reveal members of the training data" in write_report(unexplained, run).read_text()
+    assert "its losses reveal members of the training data" in write_report(random_labels, run).read_text()
 
 
-def test_a_barely_trained_model_raises_no_alarm(unexplained):
+def test_a_barely_trained_model_raises_no_alarm(random_labels):
     noise = ["privacy.sigma=100.0", "train.rounds=1", "privacy.insecure_seed=1", "train.lr=1e-6"]
-    run = trained(unexplained, "regular", *LEARNED, *noise, "audit.canaries=400")["run"]
-    document = audit_run(unexplained, run)
+    run = trained(random_labels, "regular", *LEARNED, *noise, "audit.canaries=400")["run"]
+    document = audit_run(random_labels, run)
     (model,) = models(document, "private")
     assert model["membership"]["own"]["alarm"] is False
     assert model["canaries"]["epsilon_lower"] < 0.5
@@ -373,7 +373,7 @@ def test_every_kind_of_model_is_attacked(pair, method, names):
 OTHER = ("the private model of S0 differs from this run's", "put its backup back")
 
 
-def another_release(run):
+def replace_release(run):
     """Replace the tensors of the last release."""
     folder = RunFolder(run).site_folder("S0")
     number = folder.list_checkpoints()[-1]
@@ -400,11 +400,11 @@ def test_a_run_that_cannot_be_audited_is_refused_in_one_line(tmp_path):
     ("damage", "words"),
     [
         (lambda run: save_tensors(run / "sites/S0/private.safetensors", {"x": torch.ones(3)}, {}), OTHER),
-        (another_release, ("the proxy model of S0 differs from this run's",)),
+        (replace_release, ("the proxy model of S0 differs from this run's",)),
     ],
 )
-def test_a_damaged_run_is_reported_in_one_line(noisy, tmp_path, damage, words):
-    study, summary, _ = noisy
+def test_a_damaged_run_is_reported_in_one_line(noisy_run, tmp_path, damage, words):
+    study, summary, _ = noisy_run
     copy = Study(shutil.copytree(study.root, tmp_path / "study"))
     damage(copy.find_run(summary["run"]))
     refused(lambda: audit_run(copy, summary["run"]), *words, error=WsiFlError)

@@ -99,11 +99,11 @@ def test_tables_of_all_file_formats_give_the_same_result(tmp_path, npz):
     (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
     found = read_table(tmp_path / "t.csv")
     assert np.array_equal(found.x, x) and np.array_equal(found.y, y) and list(found.patient) == list(patient)
-    slides = read_table(*of_tridents(tmp_path / "trident", [f"s{k},{'ab'[k % 2]}" for k in range(6)]))
+    slides = read_table(*write_trident_folder(tmp_path / "trident", [f"s{k},{'ab'[k % 2]}" for k in range(6)]))
     assert np.allclose(slides.x, x[:6] + 1) and slides.classes == ("a", "b") and list(slides.y) == [0, 1] * 3
 
 
-def of_tridents(folder, labels, n=6):
+def write_trident_folder(folder, labels, n=6):
     """Write a TRIDENT folder of n slides and its table."""
     (folder / "features_uni").mkdir(parents=True)
     for k, row in enumerate(table()[0][:n]):
@@ -115,7 +115,7 @@ def of_tridents(folder, labels, n=6):
 
 def test_slides_without_a_row_are_excluded_by_name(tmp_path, monkeypatch, capsys):
     named = [f"s{k}.svs,{'ab'[k % 2]}" for k in range(40)]
-    folder, labels = of_tridents(tmp_path / "job", [*named, "s40,", "z.svs,a"], n=42)
+    folder, labels = write_trident_folder(tmp_path / "job", [*named, "s40,", "z.svs,a"], n=42)
     with h5py.File(folder / "features_uni" / "s1.h5", "a") as file:
         file["features"][0, 0] = np.nan
     monkeypatch.setattr(module, "_HYPERPARAMETERS", ((1, 1e-2),))
@@ -241,7 +241,7 @@ def test_arrays_that_are_no_table_are_refused_in_one_line(tmp_path, changes, wor
     refused(lambda: read_table(tmp_path / "t.npz"), "t.npz", words)
 
 
-def zipped(path, **members):
+def write_zip(path, **members):
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members.items():
             archive.writestr(name, data)
@@ -249,7 +249,7 @@ def zipped(path, **members):
 
 def test_a_pickled_or_foreign_file_is_refused_and_its_code_never_runs(tmp_path):
     pickled = pickle.dumps([1, 2])
-    zipped(tmp_path / "raw.npz", x=pickled, y=pickled)
+    write_zip(tmp_path / "raw.npz", x=pickled, y=pickled)
     (tmp_path / "pickle.npz").write_bytes(pickled)
     np.save(tmp_path / "one.npy", np.zeros(3))
     (tmp_path / "one.npy").rename(tmp_path / "one.npz")
@@ -325,13 +325,13 @@ def test_lost_doubled_or_damaged_lines_of_a_result_are_recomputed(measured, tmp_
         "swapped": [lines[1].replace(",S1,", ",S2,")],
     }[hurt]
     out.write_text("\n".join([lines[0], *changed, *lines[2:]]) + "\n")
-    run_benchmark(folder / "features.npz", out=out, **asked, watcher=Said())
+    run_benchmark(folder / "features.npz", out=out, **asked, watcher=RecordingReporter())
     kept = [line.rsplit(",", 1)[0] for line in lines]  # without the seconds
     assert [line.rsplit(",", 1)[0] for line in out.read_text().splitlines()] == kept
-    assert any("are computed again" in line for line in Said.lines)
+    assert any("are computed again" in line for line in RecordingReporter.lines)
 
 
-class Said(SilentProgress):
+class RecordingReporter(SilentProgress):
     """A progress reporter that keeps its messages."""
 
     lines: list[str] = []  # noqa: RUF012 of all of them

@@ -17,7 +17,7 @@ from wsi_fl.stages.training.train import train_series
 
 
 @pytest.fixture(scope="module")
-def described(tmp_path_factory):
+def clinical_study(tmp_path_factory):
     """(study, run): two hospitals of 40 + 30 patients with two patches each and a table of scanners."""
     study = make_study(tmp_path_factory.mktemp("clinical") / "study", n_sites=2)
     rng = np.random.default_rng(5)
@@ -36,7 +36,7 @@ def described(tmp_path_factory):
     return study, run
 
 
-def by_hand(study, run, site):
+def read_scores(study, run, site):
     """Return truth and score of each patient from predictions.csv."""
     found = {}
     for row in answers(study.root / run, site):
@@ -44,13 +44,13 @@ def by_hand(study, run, site):
     return np.array([np.mean(values, axis=0) for values in found.values()]).T
 
 
-def test_patients_are_counted_and_not_their_patches(described):
-    study, run = described
+def test_patients_are_counted_and_not_their_patches(clinical_study):
+    study, run = clinical_study
     document = describe_clinically(study, [run], prevalence=0.1)
     kept = json.loads((study.root / run / "clinical.json").read_text())
     assert kept.pop("digest") and kept == document
     for row in document["sites"]:
-        one, (truth, score) = row["classes"]["tumor"], by_hand(study, run, row["site"])
+        one, (truth, score) = row["classes"]["tumor"], read_scores(study, run, row["site"])
         assert (row["on"], row["unit"], one["n"], one["cases"]) == ("merged", "patient", 60, truth.sum())
         assert one["auroc"]["value"] == pytest.approx(roc_auc_score(truth, score))
         sensitivity, specificity = (recall_score(truth, score >= 0.5, pos_label=label) for label in (1, 0))
@@ -59,8 +59,8 @@ def test_patients_are_counted_and_not_their_patches(described):
         assert one["at_prevalence"]["ppv"]["value"] == pytest.approx(ppv)
 
 
-def test_small_groups_are_not_reported(described, wsi_fl):
-    study, run = described
+def test_small_groups_are_not_reported(clinical_study, wsi_fl):
+    study, run = clinical_study
     document = describe_clinically(study, [run], by="scanner", least=10)
     groups = document["sites"][0]["classes"]["tumor"]["subgroups"]
     assert groups["old"]["n"] == 52 and groups["new"] is None
@@ -76,8 +76,8 @@ def test_small_groups_are_not_reported(described, wsi_fl):
     refused(lambda: describe_clinically(study, [run], prevalence=1.0), "a share between 0 and 1")
 
 
-def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(described):
-    study, run = described
+def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(clinical_study):
+    study, run = clinical_study
     for k in range(2):  # two slides of each patient, who agree but for the last patient
         rows = [f"s{k}.{i}.{n}.svs,h{k}p{i},{'mf'[i % 2 or (i == 68 and n)]}" for i in range(40, 70) for n in (0, 1)]
         (study.root / f"S{k}.csv").write_text("\n".join(["slide,patient,sex", *rows]) + "\n")
@@ -104,8 +104,8 @@ def test_the_page_shows_the_threshold_from_which_a_class_is_predicted(classes, t
     assert ("The predicted class is the most probable one" in page) == (len(classes) == 3)
 
 
-def test_folds_are_reported_together(described, wsi_fl):
-    study, run = described
+def test_folds_are_reported_together(clinical_study, wsi_fl):
+    study, run = clinical_study
     train_series(study, method="regular", overrides=[*ALONE, "train.folds=3"], backend="local")
     runs = sorted(path.name for path in study.runs_path.iterdir())[-3:]
     for name in runs:
@@ -113,7 +113,7 @@ def test_folds_are_reported_together(described, wsi_fl):
     document = describe_clinically(study, ["2-4"])
     for row in document["sites"]:
         one = row["classes"]["tumor"]
-        parts = [by_hand(study, f"runs/{name}", row["site"]) for name in runs]
+        parts = [read_scores(study, f"runs/{name}", row["site"]) for name in runs]
         truth, score = (np.concatenate(column) for column in zip(*parts, strict=True))
         assert (one["n"], document["folds"]) == (140, 3)  # each patient of both hospitals once
         assert one["auroc"]["value"] == pytest.approx(roc_auc_score(truth, score))

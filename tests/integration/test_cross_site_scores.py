@@ -67,7 +67,7 @@ def run(study, method="proxyfl", *overrides):
     return RunFolder(study.root / train(study, method=method, overrides=overrides, backend="local")["run"])
 
 
-def told(folder, site="S0"):
+def read_received_counts(folder, site="S0"):
     return folder.site_folder(site).read_document("scores")
 
 
@@ -79,7 +79,7 @@ def left(study, site):
     return [line for line in lines(study, site) if str(line.get("released")).startswith("scores")]
 
 
-def binary(positive):
+def pair_probabilities(positive):
     """Return probabilities of two classes."""
     return np.stack([1 - positive, positive], axis=1)
 
@@ -87,7 +87,7 @@ def binary(positive):
 def test_counts_of_parts_add_up_to_the_scores_of_the_whole_and_older_versions_are_read():
     rng = np.random.default_rng(0)
     label = rng.integers(0, 2, 500)
-    p = binary(np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1))
+    p = pair_probabilities(np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1))
     parts = [count_predictions(p[rows], label[rows]) for rows in np.array_split(np.arange(500), 3)]
     found, exact = _score_counts(parts), score_predictions(p, label)
     assert (found["n"], found["accuracy"]) == (exact["n"], exact["accuracy"])
@@ -108,7 +108,7 @@ def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
     for _ in range(20):
         label = np.arange(100) % 2
         positive = 1 / (1 + np.exp(-scale * (rng.normal(size=100) + apart * (label - 0.5))))
-        p = binary(positive)
+        p = pair_probabilities(positive)
         (one,) = unpack_counts(pack_counts([count_predictions(p, label)]), 1, 2)
         exact, found = roc_auc_score(label, positive), _score_counts([one])
         assert (found["auroc"], found["auroc_within"]) == (pytest.approx(exact, abs=1e-12), 0.0)
@@ -126,7 +126,7 @@ def test_small_counts_are_not_disclosed():
     assert few["n"] == 50 and few["confusion"][1] == [0, 0] and _score_counts([few])["auroc"] is None
     who = np.array([f"p{k % 10}" for k in range(200)])
     score = np.where(who == "p0", 0.99, 0.0) + 0.01 * rng.random(200)  # one patient apart from all others
-    for low, high in pairwise([0.0, *count_predictions(binary(score), np.arange(200) % 2, who)["high"]]):
+    for low, high in pairwise([0.0, *count_predictions(pair_probabilities(score), np.arange(200) % 2, who)["high"]]):
         inside = who[(low <= score) & (score < high)]
         assert len(inside) == 0 or len(set(inside)) >= MIN_EXAMPLES
     found = _score_counts([count_predictions(np.full((60, 2), 0.5), np.arange(60) % 2)])
@@ -164,12 +164,12 @@ def test_impossible_counts_are_refused():
 @pytest.mark.parametrize(("method", "models"), [*nightly(("fedavg", ["central"]), ("cwt", SITES)), ("proxyfl", SITES)])
 def test_every_site_keeps_the_counts_of_its_sent_model_at_every_hospital(three, method, models):
     folder = run(three, method)
-    document = told(folder)
+    document = read_received_counts(folder)
     assert list(document["models"]) == models and document["hospitals"] == SITES
     for site in SITES:
         (line,) = left(three, site)
         assert line["mechanism"] is None and line["round"] == document["round"] == 3
-        assert told(folder, site) == document
+        assert read_received_counts(folder, site) == document
     for model in models:
         assert [document["counts"][model][site]["n"] for site in SITES] == [12, 12, 12]
 
@@ -181,7 +181,7 @@ def test_no_cross_site_scores_without_sent_models_or_permission_or_with_merged_t
     for one, method in ((three, "regular"), (shut, "proxyfl"), (study, "fedavg")):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / f"user of {method}"))
         folder = run(one, method)
-        assert told(folder) is None and not left(one, "S0")
+        assert read_received_counts(folder) is None and not left(one, "S0")
         assert not any(line.get("again") for line in lines(one, "S0"))
         assert evaluate(one, folder.name)["cross_site"] is None
 
@@ -206,7 +206,7 @@ def test_a_hospital_without_permission_discloses_no_scores_and_receives_all(tmp_
     folder = run(study, "proxyfl")
     assert not left(study, "S1") and left(study, "S0") and left(study, "S2")
     for site in SITES:
-        document = told(folder, site)
+        document = read_received_counts(folder, site)
         assert document["hospitals"] == ["S0", "S2"] and list(document["models"]) == SITES
         assert all(list(counts) == ["S0", "S2"] for counts in document["counts"].values())
     assert folder.site_folder("S1").read_document("counts") is None
@@ -251,19 +251,19 @@ def test_scores_are_those_of_evaluate_where_the_same_sites_are_simulated(tmp_pat
         assert (part["n"], part["accuracy"]) == (exact["n"], exact["accuracy"])
 
 
-def rows_of(k):
+def draw_rows(k):
     """Return 60 training and 40 test rows of features of a hospital with their labels."""
     labels = np.arange(100) % 2
     x = np.random.default_rng(k).normal(size=(100, 16)) + 0.6 * np.outer(2 * labels - 1, np.arange(16) < 3)
     return x.astype(np.float32), labels
 
 
-def features_of(root, allow):
+def make_feature_study(root, allow):
     """Make three hospitals of 60 training and 40 test rows of features."""
     study = hospitals(root, allow=allow)
     patients, splits = [f"p{i}" for i in range(100)], ["train"] * 60 + ["test"] * 40
     for k, site in enumerate(SITES):
-        write_features(study, site, *rows_of(k), patients, splits)
+        write_features(study, site, *draw_rows(k), patients, splits)
     return study
 
 
@@ -271,12 +271,12 @@ def features_of(root, allow):
 def test_a_head_of_all_class_statistics_is_one_model_without_local_statistics(tmp_path, noise):
     """Every site solves the same head from the released statistics; this head is scored."""
     options = ["train.data=features", f"privacy.noise={noise}", "privacy.enabled=false"]
-    study = features_of(tmp_path / "real", 'real = true\nallow = ["model", "shared", "scores"]')
+    study = make_feature_study(tmp_path / "real", 'real = true\nallow = ["model", "shared", "scores"]')
     folder = run(study, "oneshot", *options)
     found = evaluate(study, folder.name)["cross_site"]["models"]
     whole = found["shared"]["merged"]
     assert list(found) == ["shared"] and whole["n"] == 120
-    x, labels = (np.concatenate([rows_of(k)[part][60:] for k in range(3)]) for part in (0, 1))
+    x, labels = (np.concatenate([draw_rows(k)[part][60:] for k in range(3)]) for part in (0, 1))
     for site in SITES:
         head = SharedHead(2, 16)
         head.load_state_dict(folder.site_folder(site).load_model("shared"))
@@ -285,16 +285,16 @@ def test_a_head_of_all_class_statistics_is_one_model_without_local_statistics(tm
 
 
 def test_distributed_noise_keeps_its_guarantee_with_cross_site_scores(tmp_path):
-    study = features_of(tmp_path / "real", REAL + '\nallow = ["shared", "scores"]')
+    study = make_feature_study(tmp_path / "real", REAL + '\nallow = ["shared", "scores"]')
     folder = run(study, "oneshot", "train.data=features", "privacy.noise=shared", "privacy.sigma=3.0")
-    assert list(told(folder)["models"]) == ["shared"]
+    assert list(read_received_counts(folder)["models"]) == ["shared"]
     assert {row["guarantee"] for row in folder.read_summary()["sites"]} == {"shared"}
 
 
 def test_a_site_with_an_exhausted_budget_scores_the_models_of_the_others(tmp_path):
     cost = epsilon([accounting.plan_mechanism(36, 18, 1, 4.0, 0.7)], 1e-5)
     folder = run(hospitals(tmp_path / "study", S2=ALLOWED.replace("50.0", f"{cost + 1e-6}")))
-    document = told(folder)
+    document = read_received_counts(folder)
     assert list(document["models"]) == ["S0", "S1"] and document["hospitals"] == SITES
     assert document["counts"]["S0"]["S2"]["n"] == 12
     row = folder.read_summary()["sites"][2]
@@ -306,8 +306,8 @@ def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2, site_extra=ALLOWED)
     summary = train(study, method="proxyfl", overrides=["train.rounds=1", "privacy.sigma=4"])
     folder = RunFolder(study.root / summary["run"])
-    document = told(folder)
-    assert document == told(folder, "S1") and list(document["models"]) == ["S0", "S1"]
+    document = read_received_counts(folder)
+    assert document == read_received_counts(folder, "S1") and list(document["models"]) == ["S0", "S1"]
     assert all(one["n"] == 12 for counts in document["counts"].values() for one in counts.values())
     assert {row["guarantee"] for row in summary["sites"]} == {"guaranteed"}
     sent = [(line["what"], line["to"]) for line in folder.site_folder("S0").list_transfers()]
@@ -353,10 +353,12 @@ def test_the_same_counts_leave_the_site_after_a_restart(three, monkeypatch, mome
     folder = RunFolder(three.find_run("1"))
     before = {site: left(three, site) for site in SITES}
     kept = folder.site_folder("S0").read_document("counts")
-    assert before["S0"] and kept and told(folder) is None
+    assert before["S0"] and kept and read_received_counts(folder) is None
     monkeypatch.setattr(between, "count_predictions", lambda *_, **__: empty_counts(2))  # nothing is counted anew
     resume_run(three, folder.name, backend="local")
-    assert told(folder)["hospitals"] == SITES and folder.site_folder("S0").read_document("counts") == kept
+    assert (
+        read_received_counts(folder)["hospitals"] == SITES and folder.site_folder("S0").read_document("counts") == kept
+    )
     for site, known in before.items():
         assert left(three, site)[: len(known)] == known and len(left(three, site)) == 1
         assert [line["round"] for line in lines(three, site) if line.get("again")].count(3) == len(known)
@@ -368,9 +370,9 @@ def test_models_changed_since_a_restart_are_not_scored(three):
     (folder.path / "summary.json").unlink()
     kept = folder.site_folder("S1").read_document("counts")
     folder.site_folder("S1").write_document("counts", kept | {"schema": "0" * 64})
-    before = told(folder)
+    before = read_received_counts(folder)
     resume_run(three, folder.name, backend="local")
-    assert told(folder) == before and all(len(left(three, site)) == 1 for site in SITES)
+    assert read_received_counts(folder) == before and all(len(left(three, site)) == 1 for site in SITES)
     assert "none is scored again" in folder.site_folder("S0").log_path.read_text()
 
 
@@ -385,26 +387,28 @@ def test_counts_that_differ_from_their_announcement_are_excluded(three, monkeypa
 
     monkeypatch.setattr(between, "unpack_counts", strange)
     folder = run(three, "fedavg")
-    assert [told(folder, site)["hospitals"] for site in SITES] == [SITES, ["S1", "S2"], SITES]
+    assert [read_received_counts(folder, site)["hospitals"] for site in SITES] == [SITES, ["S1", "S2"], SITES]
     assert "the counts of site S0 are left out" in folder.site_folder("S1").log_path.read_text()
-    assert score_cross_site(told(folder, "S1"))["models"]["central"]["merged"]["n"] == 24
+    assert score_cross_site(read_received_counts(folder, "S1"))["models"]["central"]["merged"]["n"] == 24
 
 
-def of_scores(counts, classes):
+def make_counts_document(counts, classes):
     """Return the document of counts that sites receive."""
     hospitals = list(next(iter(counts.values())))
     models = {site: f"{k}" * 64 for k, site in enumerate(counts)}
     return {"classes": classes, "round": 4, "models": models, "hospitals": hospitals, "counts": counts}
 
 
-def uneven():
+def make_uneven_counts():
     """Return counts of three models at two hospitals, with a class whose name is markup."""
     rng = np.random.default_rng(0)
     label, counts = np.arange(60) % 2, {}
     for shift, site in zip((0.1, 0.2, 0.3), SITES, strict=True):
         drawn = [np.clip(rng.normal(0.4 + shift * label, 0.2), 0, 1) for _ in range(2)]
-        counts[site] = {one: count_predictions(binary(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)}
-    return of_scores(counts, ["healthy", "<tumor>"])
+        counts[site] = {
+            one: count_predictions(pair_probabilities(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)
+        }
+    return make_counts_document(counts, ["healthy", "<tumor>"])
 
 
 @pytest.mark.parametrize("n_classes", [1, 3, 5])
@@ -423,7 +427,7 @@ def test_other_than_two_classes_have_both_accuracies_but_no_auroc(n_classes):
     counts["S1"]["S2"], counts["S2"] = (empty_counts(n_classes), dict.fromkeys(("S0", "S2"), empty_counts(n_classes)))
     for site, held in counts.items():
         counts[site] = {one: unpack_counts(pack_counts([told]), 1, n_classes)[0] for one, told in held.items()}
-    document = of_scores(counts, names)
+    document = make_counts_document(counts, names)
     assert _is_complete(document)  # what a coordinator asks of what hospitals send
     models = score_cross_site(document)["models"]
     called = said["S0"].argmax(1)
@@ -445,7 +449,7 @@ def test_other_than_two_classes_have_both_accuracies_but_no_auroc(n_classes):
 
 
 def test_the_matrix_has_every_model_at_every_hospital_and_over_all():
-    document = score_cross_site(uneven())
+    document = score_cross_site(make_uneven_counts())
     found = build_cross_site_section(document)
     assert (found["hospitals"], found["n"], found["one"]) == (["S0", "S2"], 120, None)
     rows = found["tables"][0]["rows"]
@@ -459,17 +463,17 @@ def test_the_matrix_has_every_model_at_every_hospital_and_over_all():
     assert build_cross_site_section(None) is None
 
 
-def answered(**tables):
+def make_counts(**tables):
     """Return counts of several models at one hospital from their confusion matrices."""
     known = {"n": 24, "positives": [13], "negatives": [11], "high": [1.0]}
     counts = {site: {"S0": known | {"confusion": table}} for site, table in tables.items()}
-    return of_scores(counts, ["normal", "tumour"])
+    return make_counts_document(counts, ["normal", "tumour"])
 
 
 def test_models_with_constant_predictions_never_win():
     always = [[0, 11], [0, 13]]
     said = "There no model does better than always predicting tumour, which has an accuracy of 0.542."
-    documents = answered(S0=always, S1=always), answered(S0=always, S1=[[11, 0], [13, 0]])
+    documents = make_counts(S0=always, S1=always), make_counts(S0=always, S1=[[11, 0], [13, 0]])
     assert all(build_cross_site_section(score_cross_site(document))["verdict"] == said for document in documents)
     summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
     summary["communication"] = {"messages": 0, "bytes": 0, "seconds": 0}
@@ -479,10 +483,10 @@ def test_models_with_constant_predictions_never_win():
 
 def test_the_coordinators_page_is_rendered_from_two_documents_alone(three):
     summary = run(three).read_summary()
-    text = render_coordinator(summary, uneven())
+    text = render_coordinator(summary, make_uneven_counts())
     assert "&lt;tumor&gt;" in text and "<tumor>" not in text
     assert text.startswith("<!doctype html>") and "src=" not in text and "<script" not in text
-    accuracy = score_cross_site(uneven())["models"]["S2"]["merged"]["accuracy"]
+    accuracy = score_cross_site(make_uneven_counts())["models"]["S2"]["merged"]["accuracy"]
     assert f"{accuracy:.3f}" in text and "guaranteed" in text
     assert str(three.root) not in text and "_patient_" not in text and "_slide_" not in text
     bare = render_coordinator(summary, None)

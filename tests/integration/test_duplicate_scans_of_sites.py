@@ -36,7 +36,7 @@ def slide(path, seed):
     tifffile.imwrite(path, pixels, tile=(128, 128), photometric="rgb", compression="jpeg", **tag)
 
 
-def archive_of(root, rows):
+def write_archive(root, rows):
     """Write an archive of slides, name → (patient, site, seed, split), with a table."""
     (root / "slides").mkdir(parents=True)
     table = ["slide,patient,site,label,split"]
@@ -47,25 +47,25 @@ def archive_of(root, rows):
     return root
 
 
-def study_of(archive):
+def make_archive_study(archive):
     document = init_study(archive / "study", archive=archive)
     return Study(archive / "study"), document
 
 
-def splits_of(study, site):
+def read_splits(study, site):
     with open_store(study, site) as store:
         return dict(zip(store.table.patient.tolist(), store.table.split.tolist(), strict=True))
 
 
 def test_a_scan_of_several_patients_is_in_one_split_and_reported_by_init_tile_and_check(tmp_path):
     rows = {f"s{k}": (f"p{k}", "A", 70 if k < 4 else k, "") for k in range(8)}
-    study, document = study_of(archive_of(tmp_path, rows))
+    study, document = make_archive_study(write_archive(tmp_path, rows))
     named = [f"s{k} (patient p{k})" for k in range(4)]
     assert all(name in document["notes"][0] for name in named)
     made = tile_slides(study, site="A", overrides=[*SETTINGS, "slides.test_fraction=0.5"])
     (line,) = made["sites"][0]["copies"]
     assert all(name in line for name in named) and "s4" not in line and "counts 4" in line
-    splits = splits_of(study, "A")
+    splits = read_splits(study, "A")
     assert len({splits[f"p{k}"] for k in range(4)}) == 1 and set(splits.values()) == {"train", "test"}
     checked = check_sites(study, site="A")
     assert checked["sites"][0]["copies"] == [line] and checked["ok"]
@@ -73,16 +73,16 @@ def test_a_scan_of_several_patients_is_in_one_split_and_reported_by_init_tile_an
 
 def test_a_split_that_a_table_prescribes_leaks_no_scan_into_the_test(tmp_path):
     rows = {"a": ("p", "A", 1, "test"), "b": ("q", "A", 1, "train"), "c": ("r", "A", 2, "test")}
-    study, _ = study_of(archive_of(tmp_path, rows))
+    study, _ = make_archive_study(write_archive(tmp_path, rows))
     row = tile_slides(study, site="A", overrides=SETTINGS)["sites"][0]
     (aside,) = row["failed"]
     assert aside["slide"] == "a" and "same scan as b of patient q, which is in train" in aside["reason"]
-    assert splits_of(study, "A") == {"q": "train", "r": "test"}
+    assert read_splits(study, "A") == {"q": "train", "r": "test"}
 
 
 def test_a_scan_at_two_sites_is_reported_by_init_tile_and_check(tmp_path):
     rows = {f"{site}{k}": (f"p{site}{k}", site, k, "") for site in "AB" for k in range(2)}
-    study, document = study_of(archive_of(tmp_path, rows))
+    study, document = make_archive_study(write_archive(tmp_path, rows))
     assert sum("site A" in note and "site B" in note for note in document["notes"]) == 2
     made = tile_slides(study, site=None, overrides=SETTINGS)
     assert made["sites"][0]["copies"] == [] and len(made["copies"]) == 2
@@ -92,7 +92,7 @@ def test_a_scan_at_two_sites_is_reported_by_init_tile_and_check(tmp_path):
 
 def test_duplicate_scans_of_a_patient_are_reported(tmp_path):
     rows = {"a": ("p", "A", 1, ""), "b": ("p", "A", 1, ""), "c": ("q", "A", 2, "")}
-    study, _ = study_of(archive_of(tmp_path, rows))
+    study, _ = make_archive_study(write_archive(tmp_path, rows))
     made = tile_slides(study, site="A", overrides=SETTINGS)["sites"][0]
     assert made["copies"] == ["a (patient p) and b (patient p) are one scan, which counts 2 times"]
     assert not made["failed"] and made["train"]

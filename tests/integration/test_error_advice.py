@@ -47,7 +47,7 @@ def _texts(tree: ast.AST):
 
 
 @cache
-def advised() -> list[tuple[str, str]]:
+def find_commands() -> list[tuple[str, str]]:
     """Return (place, command) of every command named in a text of the package."""
     found = {}
     sources = ((path, path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py")))
@@ -81,7 +81,7 @@ def _parses(command: str) -> None:
 
 def test_every_command_that_a_message_names_can_be_given():
     wrong = []
-    for place, command in advised():
+    for place, command in find_commands():
         try:
             _parses(command)
         except (AssertionError, WRONG) as error:
@@ -90,7 +90,7 @@ def test_every_command_that_a_message_names_can_be_given():
 
 
 def test_commands_that_do_not_exist_are_noticed():
-    assert len(advised()) > 40
+    assert len(find_commands()) > 40
     for command in ("wsi-fl tiles", "wsi-fl train --again", "wsi-fl federation start --stop X"):
         with pytest.raises((AssertionError, WRONG)):
             _parses(command)

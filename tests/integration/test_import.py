@@ -102,7 +102,7 @@ def test_exported_features_are_imported_bit_for_bit(study, form, tmp_path):
         assert values.dtype == columns_before[name].dtype and np.array_equal(values, columns_before[name])
 
 
-def drawn(names, d=D, dtype=np.float32):
+def draw_features(names, d=D, dtype=np.float32):
     """Return features of four patches per slide and their places in units of one patch."""
     rng = np.random.default_rng(0)
     return {name: rng.normal(size=(4, d)).astype(dtype) for name in names}, np.arange(8).reshape(4, 2)
@@ -114,7 +114,7 @@ def of_trident(folder, names="abcd", shape=lambda x: x, d=D, **attrs):
     place.mkdir(parents=True)
     said = {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40}
     said |= {"target_magnification": 20, "overlap": 0, "name": "", "savetodir": "/x"} | attrs
-    made, places = drawn(names, d)
+    made, places = draw_features(names, d)
     for name, x in made.items():
         with h5py.File(place / f"{name}.h5", "w") as file:
             rest = shape(x).shape[1:]
@@ -130,7 +130,7 @@ def of_stamp(folder, names="abcd", d=D, **attrs):
     (place / "deeper").mkdir(parents=True)
     said = {"stamp_version": "2.3.0", "extractor": "uni", "unit": "um", "tile_size_um": 256.0}
     said |= {"tile_size_px": 224, "code_hash": "0a1b2c3d", "feat_type": "tile"} | attrs
-    made, places = drawn(names, d, np.float16)
+    made, places = draw_features(names, d, np.float16)
     for name, x in made.items():
         with h5py.File(place / "deeper" / f"{name}.h5", "w") as file:
             file["coords"], file["feats"] = (places * 256).astype(np.float32), x
@@ -141,7 +141,7 @@ def of_stamp(folder, names="abcd", d=D, **attrs):
 def of_clam(folder, names="abcd"):
     for kind in ("h5_files", "pt_files"):
         (folder / kind).mkdir(parents=True)
-    made, places = drawn(names)
+    made, places = draw_features(names)
     for name, x in made.items():
         torch.save(torch.from_numpy(x), folder / "pt_files" / f"{name}.pt")
         with h5py.File(folder / "h5_files" / f"{name}.h5", "w") as file:
@@ -153,7 +153,7 @@ def of_lazyslide(folder, **spec):
     """Write the result of wsidata's `features_anndata` as AnnData's `write_h5ad` does."""
     folder.mkdir(parents=True)
     said = {"height": 256, "width": 256, "stride_width": 256, "mpp": 0.5, "base_downsample": 2.0} | spec
-    made, places = drawn("abcd")
+    made, places = draw_features("abcd")
     for name, x in made.items():
         with h5py.File(folder / f"{name}.h5ad", "w") as file:
             file.create_dataset("X", data=x, compression="gzip")
@@ -176,7 +176,7 @@ def labels(path, names="abcd", heading="slide_id,case_id,label", **more):
     return path
 
 
-def put(path, name, value=None):
+def replace_dataset(path, name, value=None):
     """Replace or delete a dataset."""
     with h5py.File(path, "a") as file:
         del file[name]
@@ -210,7 +210,7 @@ def test_a_folder_of_trident_is_imported(study, tmp_path):
         refused(lambda said=said: brought(study, "trident", folder, table, **said), word, "a.h5")
 
 
-def of_two_tools(study, tmp_path, **stamp):
+def make_two_tool_study(study, tmp_path, **stamp):
     """Make a hospital with TRIDENT's features of UNI and one with STAMP's."""
     trident, _ = of_trident(tmp_path / "trident", "abcdefgh", d=1024)
     stamps, _ = of_stamp(tmp_path / "stamp", "abcdefgh", d=1024, extractor="mahmood-uni-77ffbca1", **stamp)
@@ -221,7 +221,7 @@ def of_two_tools(study, tmp_path, **stamp):
 
 
 def test_two_hospitals_with_one_encoder_train_together_whichever_tools_they_had(study, tmp_path):
-    of_two_tools(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
+    make_two_tool_study(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
     for site, written in (("S0", "uni_v1"), ("S1", "mahmood-uni-77ffbca1")):
         with BagStore(study.mosaic_path(site)) as store:
             assert store.meta.encoder == f"uni; written as {written}"
@@ -229,7 +229,7 @@ def test_two_hospitals_with_one_encoder_train_together_whichever_tools_they_had(
 
 
 def test_features_of_another_field_of_view_are_refused_unless_allowed(study, tmp_path):
-    of_two_tools(study, tmp_path)
+    make_two_tool_study(study, tmp_path)
     words = ("256 µm (224 px at 1.14 µm/px)", "128 µm (256 px at 0.5 µm/px)", "train.any_patch_size")
     refused(lambda: trained(study, "fedavg", OPEN), *words, error=NoCommonPlan)
     assert trained(study, "fedavg", OPEN, "train.any_patch_size=true")["run"]
@@ -288,8 +288,8 @@ def test_tiles_of_lazyslide_are_imported_from_anndata(study, tmp_path):
         assert np.array_equal(store.mpp_l0, [0.25] * 4)
         assert np.array_equal(store.read_bag(1).features, made["b"])
         assert store.read_bag(1).xy_l0.tolist() == PLACES
-    put(folder / "c.h5ad", "obsm", h5py.ExternalLink(str(folder / "a.h5ad"), "obsm"))
-    put(folder / "d.h5ad", "X")
+    replace_dataset(folder / "c.h5ad", "obsm", h5py.ExternalLink(str(folder / "a.h5ad"), "obsm"))
+    replace_dataset(folder / "d.h5ad", "X")
     with h5py.File(folder / "d.h5ad", "a") as file:
         file["X/data"] = np.ones(4, np.float32)  # sparse
     row = brought(study, "anndata", folder, encoder="uni2")
@@ -328,11 +328,11 @@ def test_every_broken_file_is_excluded_in_one_line_with_its_name(study, tmp_path
     (pt / "c.pt").write_bytes(pickle.dumps(Harmful()))
     with h5py.File(h5 / "d.h5", "a") as file:
         file["features"][1, 2] = np.nan
-    put(h5 / "e.h5", "features", np.zeros((0, D), np.float32))
-    put(h5 / "e.h5", "coords", np.zeros((0, 2), np.int32))
-    put(h5 / "f.h5", "coords", np.zeros((4, 3), np.int32))
+    replace_dataset(h5 / "e.h5", "features", np.zeros((0, D), np.float32))
+    replace_dataset(h5 / "e.h5", "coords", np.zeros((0, 2), np.int32))
+    replace_dataset(h5 / "f.h5", "coords", np.zeros((4, 3), np.int32))
     (h5 / "g.h5").write_bytes((h5 / "g.h5").read_bytes()[:500])
-    put(h5 / "h.h5", "features")
+    replace_dataset(h5 / "h.h5", "features")
     row = brought(study, "clam", folder, labels(tmp_path / "labels.csv", "abcdefghi"), **RESNET)
     reasons = reasons_of(row)
     assert row["bags"] == 1 and row["slides"] == 9 and set(reasons) == set("abcdefgh")
@@ -365,7 +365,7 @@ def test_features_that_do_not_match_are_refused_by_name(study, tmp_path):
     with h5py.File(folder / "c.h5", "a") as file:
         file["features"].attrs["encoder"] = "conch"
     refuses("uni_v1", "conch", "a", "c")
-    put(folder / "c.h5", "features", np.zeros((4, D + 1), np.float32))
+    replace_dataset(folder / "c.h5", "features", np.zeros((4, D + 1), np.float32))
     refuses("a has features of width 5", "c 6")
     for text, *words in (
         ("slide_id,case,label\na,p,KIRC", "no column patient or case_id", "slide_id, case, label"),
@@ -402,7 +402,7 @@ def test_exported_features_load_in_clams_training(study, tmp_path):
 
 
 def test_unsupported_uses_of_imported_features_are_refused_in_one_line(study, tmp_path):
-    of_two_tools(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
+    make_two_tool_study(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
     heads = ["train.example=patient", "model.private=linear_head", "model.proxy=linear_head"]
     known, new = (tmp_path / f"{name}.h5" for name in ("a", "N1"))
     for path in (known, new):

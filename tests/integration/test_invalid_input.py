@@ -29,7 +29,7 @@ PYTHON = re.compile(
 """Words of Python, which no message to people holds."""
 
 
-def told(action, *words: str, error=WsiFlError) -> None:
+def require_refusal(action, *words: str, error=WsiFlError) -> None:
     """Require a refusal with these words and without a Python message."""
     with pytest.raises(error) as caught:
         action()
@@ -82,15 +82,15 @@ def test_every_number_has_bounds(model):
     ],
 )
 def test_an_override_out_of_bounds_is_refused_by_its_key(study, override, words):
-    told(lambda: study.load_pipeline("small", [override]), *words)
+    require_refusal(lambda: study.load_pipeline("small", [override]), *words)
 
 
 def test_a_batch_larger_than_the_hospital_or_a_delta_above_one_in_n_is_refused():
     def plan(delta=1e-5, **train):
         return plan_round(SiteFile(name="A", max_epsilon=9.0, delta=delta), Pipeline(train=train), 50)
 
-    told(lambda: plan(batch_size=100), "train.batch_size = 100", "50 training rows")
-    told(lambda: plan(delta=0.5), "set delta below")
+    require_refusal(lambda: plan(batch_size=100), "train.batch_size = 100", "50 training rows")
+    require_refusal(lambda: plan(delta=0.5), "set delta below")
     assert plan() is not None
 
 
@@ -192,7 +192,7 @@ MALFORMED = [
 
 def test_a_malformed_annotation_is_refused_without_a_python_message(tmp_path):
     for content, words in MALFORMED:
-        told(lambda content=content: read_annotations(annotation(tmp_path, content)), "a.xml", *words)
+        require_refusal(lambda content=content: read_annotations(annotation(tmp_path, content)), "a.xml", *words)
 
 
 def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
@@ -206,7 +206,7 @@ def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
         file.create_dataset("x", (10**7, 100, 100, 100), "u1", chunks=(1, 100, 100, 100))
         file["y"] = np.zeros(4, np.int64)
     for path in (npz, h5):
-        told(lambda path=path: read_data_set(path), path.name, "GB", "memory")
+        require_refusal(lambda path=path: read_data_set(path), path.name, "GB", "memory")
 
 
 @pytest.mark.parametrize("kind", ["patches", "features"])
@@ -228,4 +228,4 @@ def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column,
     with h5py.File(path, "r+") as file:
         file[column][...] = change(file[column][:])
         write_seal(file, opened.rows)
-    told(lambda: opened(path), words)
+    require_refusal(lambda: opened(path), words)

@@ -67,7 +67,7 @@ def study(archive, tmp_path):
     return Study(tmp_path / "study")
 
 
-def other_than(weights, folder):
+def write_other_weights(weights, folder):
     """Write a file of other weights."""
     found = {k: v * 1.5 if v.is_floating_point() else v for k, v in load_file(weights).items()}
     save_file(found, folder / "other.safetensors")
@@ -120,7 +120,7 @@ def test_a_new_slide_is_predicted_from_a_fresh_mosaic(calm, archive, settings, t
     assert new["probabilities"] == pytest.approx(known["probabilities"], abs=1e-6)
     assert (study.root / new["heatmap"]).exists()
     config = study.root / run / "config.toml"
-    config.write_text(config.read_text().replace(str(tiny_weights), str(other_than(tiny_weights, tmp_path))))
+    config.write_text(config.read_text().replace(str(tiny_weights), str(write_other_weights(tiny_weights, tmp_path))))
     (failed,) = predict(study, run, site="C1", slides=[stranger])["failed"]
     assert "was trained on features of test_efficientnet sha256:" in failed["reason"]
 
@@ -166,7 +166,7 @@ def test_a_second_run_writes_nothing_and_changes_are_noticed(study, calm, settin
     before = {path: path.stat().st_mtime_ns for path in shards}
     make_mosaics(study, site="C1", overrides=settings)
     assert all(path.stat().st_mtime_ns == before[path] for path in shards)
-    other = f"mosaic.weights={other_than(tiny_weights, tmp_path)}"
+    other = f"mosaic.weights={write_other_weights(tiny_weights, tmp_path)}"
     make_mosaics(study, site="C1", overrides=[*settings, other])
     assert all(path.stat().st_mtime_ns != before[path] for path in shards)
     assert capsys.readouterr().err.count("made again") == 4

@@ -71,17 +71,17 @@ def oneshot(study, *overrides, **more):
     return train(study, method="oneshot", overrides=[*HEADS, *overrides], **({"backend": "local"} | more))
 
 
-def sums_of(head, x, labels, dp=None, patient=None):
+def compute_statistics(head, x, labels, dp=None, patient=None):
     dp = dp or NoisyStatistics(0.0, 1.0, len(x))
     who = None if patient is None else torch.from_numpy(patient)
     return dp.clip_statistics(head, head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels), who)
 
 
-def holding(x, labels, noise=0.0, **how):
+def make_head(x, labels, noise=0.0, **how):
     """Make a head of a site with these rows."""
     head = SharedHead(2, D, **how)
     head.set_local_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels))
-    exact = sums_of(head, x, labels)
+    exact = compute_statistics(head, x, labels)
     head.set_noisy_statistics(exact, exact + noise * torch.randn(len(exact), dtype=torch.float64), noise**2)
     return head
 
@@ -95,10 +95,10 @@ def test_a_row_changes_the_statistics_by_at_most_one(n_classes):
         x[0] = 0  # LayerNorm of a constant row
         x[1, 0] = np.inf
         labels = rng.integers(0, n_classes, 30)
-        whole = sums_of(head, x, labels)
+        whole = compute_statistics(head, x, labels)
         for left in range(30):
             rest = np.delete(np.arange(30), left)
-            without = sums_of(head, x[rest], labels[rest])
+            without = compute_statistics(head, x[rest], labels[rest])
             worst = max(worst, float((whole - without).norm()))
     assert 0.9 < worst <= 1  # the bound is used, and kept
 
@@ -106,7 +106,7 @@ def test_a_row_changes_the_statistics_by_at_most_one(n_classes):
 def test_a_class_without_rows_is_never_predicted():
     head, (x, _) = SharedHead(3, D), rows_of(50, 0)
     labels = np.arange(50) % 2
-    exact = sums_of(head, x, labels)
+    exact = compute_statistics(head, x, labels)
     noisy = exact.clone()
     noisy.view(head.shape)[2] = torch.linspace(1, -1, head.shape[1])  # noise alone, and a count below 0
     for one in (head, other := SharedHead(3, D)):
@@ -122,12 +122,12 @@ def test_a_patient_changes_the_statistics_by_at_most_the_bound_for_any_number_of
     x[:40] = x[0]  # forty rows alike, of both classes
     patient = np.repeat([0, 1, 2], [40, 15, 5])
     dp = NoisyStatistics(0.0, 1.0, 3, "patient")
-    whole = sums_of(head, x, labels, dp, patient)
+    whole = compute_statistics(head, x, labels, dp, patient)
     for one in range(3):
         rest = patient != one
-        change = whole - sums_of(head, x[rest], labels[rest], dp, patient[rest])
+        change = whole - compute_statistics(head, x[rest], labels[rest], dp, patient[rest])
         assert float(change.norm()) <= 1
-    rows = sums_of(head, x, labels) - sums_of(head, x[40:], labels[40:])
+    rows = compute_statistics(head, x, labels) - compute_statistics(head, x[40:], labels[40:])
     assert float(rows.norm()) > 30  # by rows that patient would not be protected
 
 
@@ -158,7 +158,7 @@ def test_epsilon_of_releases_is_exact_and_composes_with_sampled_steps(sigma):
 
 def test_without_noise_every_site_knows_the_pooled_means():
     (xa, ya), (xb, yb) = rows_of(80, 0, 0.3), rows_of(120, 1, 0.6)
-    heads = [holding(xa, ya), holding(xb, yb)]
+    heads = [make_head(xa, ya), make_head(xb, yb)]
     SharedHead.combine(heads)
     x, y = torch.from_numpy(np.concatenate([xa, xb])), np.concatenate([ya, yb])
     z = heads[0].embed_rows(x)
@@ -174,7 +174,7 @@ def test_the_one_shot_head_is_discriminant_analysis_with_a_shrunk_covariance():
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
     x, labels = rows_of(400, 0, 0.3)
-    head = holding(x, labels)
+    head = make_head(x, labels)
     z = head.embed_rows(torch.from_numpy(x)).numpy()
     _, rows, within = head.class_means()
     d = len(within)
@@ -190,7 +190,7 @@ def test_the_one_shot_head_is_discriminant_analysis_with_a_shrunk_covariance():
 
 def test_a_class_of_few_rows_counts_for_less_in_noisy_statistics():
     head, (x, labels) = SharedHead(2, D), rows_of(400, 0, 0.1)
-    exact = sums_of(head, x, labels)
+    exact = compute_statistics(head, x, labels)
     same, none = head.weight_by_precision(exact, 0.0)
     assert torch.equal(same, exact) and none.tolist() == [0, 0]
     letter, variances = head.weight_by_precision(exact, 16.0)
@@ -199,7 +199,7 @@ def test_a_class_of_few_rows_counts_for_less_in_noisy_statistics():
     torch.testing.assert_close(variances, 16.0 * torch.tensor([often, rare], dtype=torch.float64) ** 2)
     unsure, _ = head.weight_by_precision(exact, 16.0 * 40**2)
     torch.testing.assert_close(unsure, exact)  # noise alone could part such counts
-    assert torch.equal(holding(x, labels).weight_by_precision(exact, 16.0)[0], letter)  # what the site knows stays
+    assert torch.equal(make_head(x, labels).weight_by_precision(exact, 16.0)[0], letter)  # what the site knows stays
 
 
 class _Fixed:
@@ -215,10 +215,10 @@ class _Fixed:
 def test_means_of_other_sites_are_weighted_by_their_noise():
     torch.manual_seed(0)
     (xa, ya), (xb, yb) = rows_of(60, 0, 0.5), rows_of(600, 1, 0.5)
-    alone = holding(xa, ya)
+    alone = make_head(xa, ya)
     worth = []
     for noise in (0.0, 1.0, 30.0, 1000.0):
-        heads = [holding(xa, ya), holding(xb, yb, noise)]
+        heads = [make_head(xa, ya), make_head(xb, yb, noise)]
         SharedHead.combine(heads)
         worth.append(heads[0].effective_sample_sizes()[1])
     assert worth[0] == pytest.approx(330, abs=1) and worth == sorted(worth, reverse=True)
@@ -262,7 +262,7 @@ def test_the_effective_sample_size_of_a_patients_rows_follows_from_their_varianc
 
 def test_a_head_of_released_statistics_does_not_depend_on_local_rows():
     (xa, ya), (xb, yb) = rows_of(80, 0, 0.5), rows_of(80, 1, 0.5)
-    heads = [holding(xa, ya, 0.5), holding(xb, yb, 0.5)]
+    heads = [make_head(xa, ya, 0.5), make_head(xb, yb, 0.5)]
     SharedHead.combine(heads)
     first, second = (head.solve_released_head()(torch.from_numpy(xa)) for head in heads)
     torch.testing.assert_close(first, second)
@@ -274,7 +274,7 @@ def test_a_head_without_local_rows_is_as_confident_as_its_statistics_allow(noise
     torch.manual_seed(0)
     held, (x, y) = [], map(torch.from_numpy, rows_of(4000, 9))
     for seed in range(10):
-        heads = [holding(*rows_of(100, 2 * seed + k), noise) for k in range(2)]
+        heads = [make_head(*rows_of(100, 2 * seed + k), noise) for k in range(2)]
         SharedHead.combine(heads)
         heads[0].clear_local_statistics()
         tempered = heads[0](x)
@@ -327,7 +327,7 @@ def plain(tmp_path_factory):
     """A study, a run of it without privacy, and the audit of this run."""
     study = make_hospitals(tmp_path_factory.mktemp("plain") / "study")
     with pytest.MonkeyPatch.context() as patch:
-        return study, *an_audit(study, patch, "privacy.enabled=false")
+        return study, *train_and_audit(study, patch, "privacy.enabled=false")
 
 
 def test_without_privacy_the_statistics_are_exact(plain):
@@ -392,7 +392,7 @@ def test_statistics_of_a_much_larger_site_are_accepted(study):
     assert torch.equal(*(model(run, name, "shared")["sums"] for name in ("S0", "S1")))
 
 
-def an_audit(study, monkeypatch, *overrides):
+def train_and_audit(study, monkeypatch, *overrides):
     monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 60)
     run = oneshot(study, *overrides)["run"]
     return study.root / run, audit_run(study, run)
@@ -404,7 +404,7 @@ def test_an_audit_attacks_every_patient_of_the_statistics_and_keeps_names_at_the
         study, run, document = request.getfixturevalue("plain")
     else:
         study = request.getfixturevalue("study")
-        run, document = an_audit(study, monkeypatch, "privacy.unit=patient", "privacy.sigma=1.5")
+        run, document = train_and_audit(study, monkeypatch, "privacy.unit=patient", "privacy.sigma=1.5")
     for site in document["sites"]:
         tail = site["tail"]
         assert not tail["beyond"] and tail["n"] == (20 if unit == "patient" else 60)
@@ -456,7 +456,7 @@ def test_forged_statistics_are_refused_where_they_arrive(study, monkeypatch, for
         real(head, exact, forged * noisy if float(head.local_sums[0, -1]) == 0 else noisy, variance)  # S1's
 
     monkeypatch.setattr(SharedHead, "set_noisy_statistics", hold)
-    run, document = an_audit(study, monkeypatch, "privacy.sigma=2.0")
+    run, document = train_and_audit(study, monkeypatch, "privacy.sigma=2.0")
     assert [bool(row["refused"]) for row in document["influence"]] == [False, True, False]
     assert [row["moved"] > 0 for row in document["influence"]] == [True, False, True]
     assert "rejected the model from site 1" in (run / "sites/S0/log.txt").read_text()
@@ -486,7 +486,7 @@ def head_of(run, site):
     return head
 
 
-def noise_of_the_sum(run):
+def read_sum_noise(run):
     """Return the noise in the sum of three sites and the head of S0."""
     held = model(run, "S0", "shared")
     return (held["sums"][:-2].double() * 3 - sum(exact_sums(run))).numpy(), held
@@ -498,7 +498,7 @@ def test_distributed_noise_is_in_the_sum_once_and_its_epsilon_names_the_trusted_
     for row in summary["sites"]:
         assert row["guarantee"] == "shared"
         assert row["epsilon"] == pytest.approx(_gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
-    noise, held = noise_of_the_sum(run)
+    noise, held = read_sum_noise(run)
     # two honest sites of three carry all of it, so three carry half as much again
     assert kstest(noise / (3 * sqrt(1.5)), "norm").pvalue > 1e-4
     assert held["sums"][-2:].tolist() == pytest.approx([9 / 2] * 2, rel=1e-4)
@@ -534,7 +534,7 @@ def test_a_completed_secure_aggregation_is_not_repeated(study):
 
 
 @pytest.fixture
-def four(tmp_path):
+def four_hospitals(tmp_path):
     """Four hospitals of forty rows."""
     study = make_study(tmp_path / "study", n_sites=4)
     for k in range(4):
@@ -543,24 +543,24 @@ def four(tmp_path):
     return study
 
 
-def test_the_other_sites_continue_without_a_site_that_dropped_out(four):
+def test_the_other_sites_continue_without_a_site_that_dropped_out(four_hospitals):
     with cut_off():
-        oneshot(four, *SHARED)
-    summary = resume_run(four, "1", without=["S3"], backend="local")
-    noise, held = noise_of_the_sum(four.root / summary["run"])
+        oneshot(four_hospitals, *SHARED)
+    summary = resume_run(four_hospitals, "1", without=["S3"], backend="local")
+    noise, held = read_sum_noise(four_hospitals.root / summary["run"])
     assert summary["lost"] == ["S3"] and int(held["n_sites"]) == 3
     assert kstest(noise / (3 * sqrt(1.5)), "norm").pvalue > 1e-4
-    assert charges(four, 4) == [2, 2, 2, 1]
+    assert charges(four_hospitals, 4) == [2, 2, 2, 1]
 
 
-def test_a_sum_that_tolerates_a_dropout_has_the_noise_of_the_required_sites(four):
-    summary = oneshot(four, *SHARED, "privacy.dropouts=1")
-    head = model(four.root / summary["run"], "S0", "shared")
+def test_a_sum_that_tolerates_a_dropout_has_the_noise_of_the_required_sites(four_hospitals):
+    summary = oneshot(four_hospitals, *SHARED, "privacy.dropouts=1")
+    head = model(four_hospitals.root / summary["run"], "S0", "shared")
     assert {row["guarantee"] for row in summary["sites"]} == {"shared"}
     assert float(head["sums"][-1]) == pytest.approx(9 / 2, rel=1e-4)  # of four, one may collude and one go
-    assert charges(four, 4) == [1, 1, 1, 1]
+    assert charges(four_hospitals, 4) == [1, 1, 1, 1]
     words = "privacy.colluding = 1 and privacy.dropouts = 2 needs 6 sites or more, not 4"
-    refused(lambda: oneshot(four, *SHARED, "privacy.dropouts=2"), words)
+    refused(lambda: oneshot(four_hospitals, *SHARED, "privacy.dropouts=2"), words)
 
 
 def test_distributed_noise_needs_explicit_permission(study):

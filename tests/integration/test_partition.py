@@ -153,7 +153,7 @@ def test_sixteen_bit_images_keep_their_greys_and_one_bit_images_are_black_and_wh
     refused(tmp_path, "8 or 16 bits", error=WsiFlError)
 
 
-def divided(text, y, n_sites, per_site, seed=0):
+def divide_images(text, y, n_sites, per_site, seed=0):
     return parse_skew(text)(y, n_sites, per_site, np.random.default_rng(seed))
 
 
@@ -166,7 +166,7 @@ SKEWS = st.sampled_from(["iid", "major:0", "major:0.3", "major:1", "dirichlet:0.
 def test_parts_are_disjoint_have_the_given_size_and_repeat_with_the_seed(text, y, n, per_site, seed):
     size = len(y) // n if per_site is None else per_site
     try:
-        parts = divided(text, y, n, per_site, seed)
+        parts = divide_images(text, y, n, per_site, seed)
     except UsageError as error:
         assert "\n" not in str(error)
         # alike parts fail for want of images alone
@@ -183,7 +183,7 @@ def test_parts_are_disjoint_have_the_given_size_and_repeat_with_the_seed(text, y
     if text.startswith("major"):  # exactly, and the classes go round
         classes, most = np.unique(y), round(float(text.split(":")[1]) * size)
         assert all((y[part] == classes[k % len(classes)]).sum() == most for k, part in enumerate(parts))
-    again = divided(text, y, n, per_site, seed)
+    again = divide_images(text, y, n, per_site, seed)
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
 
 
@@ -199,7 +199,7 @@ def test_an_impossible_division_is_refused_in_one_line():
         ("dirichlet:1e308", 2, None, "beyond what can be drawn"),
     ):
         classes = np.repeat(np.arange(3), 4)
-        conftest.refused(partial(divided, text, classes, n_sites, per_site), message)
+        conftest.refused(partial(divide_images, text, classes, n_sites, per_site), message)
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def study(tmp_path):
     return Study(tmp_path / "study")
 
 
-def stored(study, site):
+def read_store(study, site):
     """Return (train rows, test rows, table, pixels) of a site's store, rows by the names of its patients."""
     with PatchStore(study.store_path(site)) as store:
         table = store.table
@@ -228,7 +228,7 @@ def test_stores_hold_the_rows_of_the_source_with_one_patient_per_row(study, tmp_
     document = partition_images(study, path, n_sites=3, per_site=90, skew="major:0.5", seed=4)
     seen_train, seen_test = [], []
     for k, row in enumerate(document["sites"]):
-        train, test, table, found = stored(study, row["site"])
+        train, test, table, found = read_store(study, row["site"])
         assert np.array_equal(found.squeeze(), np.concatenate([x[train], x_test[test]]))
         assert np.array_equal(table.label, np.concatenate([y[train], y_test[test]]))
         assert len(np.unique(table.patient)) == len(table) == 90 + len(test)
@@ -250,7 +250,7 @@ def test_test_images_held_out_are_in_no_training_set(study, tmp_path):
     partition_images(study, npz(tmp_path, x=x, y=np.arange(40) % 2), n_sites=4, test_fraction=0.25)
     train, test = [], []
     for site in ("S1", "S2", "S3", "S4"):
-        _, _, table, found = stored(study, site)
+        _, _, table, found = read_store(study, site)
         rows = found[:, 0, 0, 0]
         assert np.array_equal(table.label, rows % 2)
         train += rows[table.split == "train"].tolist()

@@ -151,7 +151,7 @@ def test_canary_coins_change_neither_rate_nor_number_of_steps(seed):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained_run(tmp_path_factory):
     """Two sites of 6 and 9 training patients."""
     study = make_study(tmp_path_factory.mktemp("patients") / "study", n_sites=2, n_patients=7)
     write_store(study, "S1", n_patients=10, n_per_slide=6)
@@ -171,8 +171,8 @@ def hand_written_epsilon(sigma, q, steps, delta):
     return min(steps * rdp(a) + log1p(-1 / a) - log(delta * a) / (a - 1) for a in range(2, 65))
 
 
-def test_epsilon_of_patients_is_what_independent_calculations_give(trained):
-    study, _, summary = trained
+def test_epsilon_of_patients_is_what_independent_calculations_give(trained_run):
+    study, _, summary = trained_run
     for row, n_patients in zip(summary["sites"], (6, 9), strict=True):
         assert (row["unit"], row["n_units"]) == ("patient", n_patients)
         steps = -(-n_patients // 2)
@@ -191,8 +191,8 @@ def test_epsilon_of_patients_is_what_independent_calculations_give(trained):
     assert "one patient" in page and "largest patient" not in page
 
 
-def test_a_dry_run_and_a_target_count_patients(trained):
-    study, overrides, summary = trained
+def test_a_dry_run_and_a_target_count_patients(trained_run):
+    study, overrides, summary = trained_run
     rows = dry_run(study, method="proxyfl", overrides=overrides)["sites"]
     for row, done in zip(rows, summary["sites"], strict=True):
         assert all(row[key] == done[key] for key in ("unit", "n_units", "n_train"))

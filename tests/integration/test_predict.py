@@ -65,7 +65,7 @@ def predicted(trained):
 
 
 @pytest.fixture
-def copied(trained, tmp_path):
+def study_copy(trained, tmp_path):
     """A copy of the study for a test to break, its run and the slides."""
     study, run, slides = trained
     shutil.copytree(study.root, tmp_path / "copy")
@@ -160,8 +160,8 @@ def test_a_slide_without_a_resolution_is_predicted_with_the_given_one(trained, p
     assert row["patches"] == predicted["slides"][0]["patches"]
 
 
-def test_predict_needs_only_the_run_and_the_slide_and_uses_the_tiling_of_the_store(copied, predicted, trained):
-    study, run, slides = copied
+def test_predict_needs_only_the_run_and_the_slide_and_uses_the_tiling_of_the_store(study_copy, predicted, trained):
+    study, run, slides = study_copy
     shutil.rmtree(study.root / "stores")
     shutil.rmtree(study.root / run / "sites" / "C2")
     site_file(study, "C2").write_text("what another hospital says is never read")
@@ -173,8 +173,8 @@ def test_predict_needs_only_the_run_and_the_slide_and_uses_the_tiling_of_the_sto
 
 
 @pytest.mark.parametrize("fact", [{"channels": 1}, {"spec": {"size_px": 64, "mpp": 0.0, "stride_px": 64}}])
-def test_a_run_trained_on_images_predicts_no_slides(copied, fact):
-    study, run, slides = copied
+def test_a_run_trained_on_images_predicts_no_slides(study_copy, fact):
+    study, run, slides = study_copy
     known = study.root / run / "sites/C1/store.json"
     facts = json.loads(known.read_text()) | fact
     write_sealed(known, facts)  # it really learned from them
@@ -288,8 +288,8 @@ def test_only_the_prediction_model_can_be_changed_for_a_finished_run(trained, tm
     refused(lambda: predict(study, run, **where, overrides=["predict.modle=mean"]), "did you mean 'model'")
 
 
-def test_bad_input_is_refused_in_one_line(copied, tmp_path):
-    study, run, slides = copied
+def test_bad_input_is_refused_in_one_line(study_copy, tmp_path):
+    study, run, slides = study_copy
 
     def refuses(*words, site="C1", run=run, slides=slides[:1], error=WsiFlError):
         refused(lambda: predict(study, run, site=site, slides=slides), *words, error=error)

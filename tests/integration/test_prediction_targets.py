@@ -257,13 +257,13 @@ def trained(study, *overrides, method="regular"):
 
 
 @pytest.fixture(scope="module")
-def survived(tmp_path_factory):
+def survival_run(tmp_path_factory):
     study = make(tmp_path_factory.mktemp("questions") / "study")
     run = trained(study, *LONG, method="proxyfl")
     return study, run, evaluate(study, run)
 
 
-def opened(study, *overrides):
+def open_target_data(study, *overrides):
     return open_data(study, "S0", study.load_pipeline("q", list(overrides)))
 
 
@@ -275,7 +275,10 @@ def edit(study, **changes):
 
 
 def test_a_bag_holds_all_slides_of_a_patient_or_a_single_slide(study):
-    with opened(study, *NUMBER) as slides, opened(study, *NUMBER, 'target.per="patient"') as patients:
+    with (
+        open_target_data(study, *NUMBER) as slides,
+        open_target_data(study, *NUMBER, 'target.per="patient"') as patients,
+    ):
         assert (len(slides.table), len(patients.table)) == (2 * N, N)
         assert patients.table.slide.tolist() == patients.table.patient.tolist()
         one = patients.load_examples("train")
@@ -284,12 +287,12 @@ def test_a_bag_holds_all_slides_of_a_patient_or_a_single_slide(study):
         bags = np.concatenate([slides.store.read_bag(int(row)).features for row in rows])
         np.testing.assert_array_equal(whole[:, :-1], bags)
         assert whole[:, -1].all() and one.task == NumberTask(0, 1) and one.label.dtype == np.float64
-    with opened(study, *SURVIVAL) as survival:
+    with open_target_data(study, *SURVIVAL) as survival:
         assert len(survival.table) == N and survival.table.label.shape == (N, 2)
 
 
-def test_survival_is_trained_evaluated_and_plotted(survived):
-    study, run, document = survived
+def test_survival_is_trained_evaluated_and_plotted(survival_run):
+    study, run, document = survival_run
     assert (document["task"], document["scores"]) == ("survival", ["concordance", "integrated_brier"])
     assert document["merged"]["concordance"]["mean"] > 0.7
     for row in document["sites"]:
@@ -307,8 +310,8 @@ def test_survival_is_trained_evaluated_and_plotted(survived):
 
 
 @pytest.mark.slow
-def test_methods_with_the_same_target_are_compared_by_its_scores(survived):
-    study, run, _ = survived
+def test_methods_with_the_same_target_are_compared_by_its_scores(survival_run):
+    study, run, _ = survival_run
     document = compare_methods(study, [run, trained(study, *LONG)])
     worth, rows = document["benefit"], {row["label"]: row for row in document["rows"]}
     assert document["scores"] == ["concordance", "integrated_brier"] and worth["measure"] == "concordance"
@@ -319,15 +322,15 @@ def test_methods_with_the_same_target_are_compared_by_its_scores(survived):
     assert "own_concordance_mean" in (study.root / document["table"]).read_text().splitlines()[0]
 
 
-def test_runs_with_different_targets_are_not_compared(survived):
-    study, run, _ = survived
+def test_runs_with_different_targets_are_not_compared(survival_run):
+    study, run, _ = survival_run
     other = trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = (f"{other}: has another target (column 'burden'", f"than {run} (time until 'dead'")
     refused(lambda: compare_methods(study, [run, other]), *said)
 
 
-def test_a_slide_is_predicted_with_its_event_free_probability(survived):
-    study, run, _ = survived
+def test_a_slide_is_predicted_with_its_event_free_probability(survival_run):
+    study, run, _ = survival_run
     (row,) = predict(study, run, site="S0", slides=[Path("S0_3_1")])["slides"]
     chances = list(row["without_event"].values())
     assert list(row["without_event"]) == ["6", "12", "24", "36"] and chances == sorted(chances, reverse=True)
@@ -385,21 +388,21 @@ def test_a_table_without_the_target_is_refused_in_one_line(study, target, change
         rows = list(csv.DictReader((study.root / "S0.csv").open()))
         change["grade"] = {"low": "high", "high": "low"}[rows[1]["grade"]]
     edit(study, **change)
-    refused(lambda: opened(study, *target), said)
+    refused(lambda: open_target_data(study, *target), said)
 
 
 @pytest.mark.parametrize("word", ["nan", "NA", "N/A", "None", "null", "-", "<NA>"])
 @pytest.mark.parametrize(("target", "column"), [(NUMBER, "burden"), (GRADE, "grade"), (SURVIVAL, "months")])
 def test_placeholder_values_are_no_labels(study, target, column, word):
     edit(study, **{column: word})
-    with opened(study, *target) as data:
+    with open_target_data(study, *target) as data:
         assert set(data.target_labels.excluded) <= {"S0_0_0", "S0_0_1"} and data.target_labels.excluded
 
 
 def test_a_placeholder_value_is_a_class_where_the_target_names_it(study):
     path = study.root / "S0.csv"
     path.write_text(path.read_text().replace(",low,", ",-,").replace(",high,", ",+,"))
-    with opened(study, 'target.column="grade"', 'target.classes=["-", "+"]') as data:
+    with open_target_data(study, 'target.column="grade"', 'target.classes=["-", "+"]') as data:
         assert len(data.table) == 2 * N and data.target_labels.excluded == ()
 
 
@@ -415,7 +418,7 @@ def test_a_placeholder_value_is_a_class_where_the_target_names_it(study):
 def test_a_table_that_matches_no_patient_is_refused_with_names_of_both(study, change, said):
     path = study.root / "S0.csv"
     write_table(path, [change(row) for row in csv.DictReader(path.open())])
-    refused(lambda: opened(study, *NUMBER), "has a label for [target] for none of the 48 slides", said)
+    refused(lambda: open_target_data(study, *NUMBER), "has a label for [target] for none of the 48 slides", said)
 
 
 def test_patients_classes_and_columns_match_in_any_unicode_form(study):
@@ -423,40 +426,40 @@ def test_patients_classes_and_columns_match_in_any_unicode_form(study):
     text = path.read_text().replace("grade", "Größe").replace(",low,", ",süß,").replace(",high,", ",säuer,")
     path.write_text(normalize("NFD", text), encoding="utf-8")
     named = [normalize(form, text) for form, text in (("NFC", 'target.column="Größe"'), ("NFD", '["süß", "säuer"]'))]
-    with opened(study, named[0], f"target.classes={named[1]}") as data:
+    with open_target_data(study, named[0], f"target.classes={named[1]}") as data:
         assert len(data.table) == 2 * N and set(data.table.label.tolist()) == {0, 1}
 
 
 def test_the_value_that_a_refusal_names_is_accepted_in_both_proposed_places(study):
     edit(study, grade="Low")
-    refused(lambda: opened(study, *GRADE), "add it there, or to target.ignore")
-    with opened(study, *GRADE, 'target.ignore=["Low"]') as data:
+    refused(lambda: open_target_data(study, *GRADE), "add it there, or to target.ignore")
+    with open_target_data(study, *GRADE, 'target.ignore=["Low"]') as data:
         assert len(data.table) == 2 * N - 2
-    with opened(study, *GRADE, 'target.classes=["low", "high", "Low"]') as data:
+    with open_target_data(study, *GRADE, 'target.classes=["low", "high", "Low"]') as data:
         assert len(data.table) == 2 * N
 
 
 def test_a_decimal_comma_is_refused_with_its_correction(study):
     edit(study, burden="0,25")
-    refused(lambda: opened(study, *NUMBER), "burden = '0,25' is no number; write 0.25")
+    refused(lambda: open_target_data(study, *NUMBER), "burden = '0,25' is no number; write 0.25")
     edit(study, burden="0.25")
-    with opened(study, *NUMBER) as data:
+    with open_target_data(study, *NUMBER) as data:
         assert data.table.label[0] == 0.25
 
 
 def test_slides_without_a_label_are_excluded_and_named(study, capsys):
     edit(study, burden="")
-    with opened(study, *NUMBER) as data:
+    with open_target_data(study, *NUMBER) as data:
         assert len(data.table) == 2 * N - 2 and data.target_labels.excluded == ("S0_0_0", "S0_0_1")
-    with opened(study, *GRADE, 'target.ignore=["none"]') as data:
+    with open_target_data(study, *GRADE, 'target.ignore=["none"]') as data:
         assert len(data.table) == 2 * N
     trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = " ".join(capsys.readouterr().err.split())
     assert "site S0: 2 of 48 slides have no label in S0.csv and are left out: S0_0_0, S0_0_1" in said
 
 
-def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):
-    study, run = Study(shutil.copytree(survived[0].root, tmp_path / "study")), survived[1]
+def test_a_real_hospitals_page_shows_no_single_patient(survival_run, tmp_path):
+    study, run = Study(shutil.copytree(survival_run[0].root, tmp_path / "study")), survival_run[1]
     make_real(study, "S0", says="real = true")
     for pictures, shown in ((False, 1), (True, 2)):
         page = write_report(study, run, pictures=pictures).read_text()
@@ -532,10 +535,10 @@ def test_an_event_at_the_end_of_an_interval_is_before_it_whatever_the_unit(unit,
 
 def test_times_and_numbers_of_a_table_reach_the_score_with_all_their_digits(study):
     edit(study, months="1.1", burden="20240115.123456")
-    with opened(study, *SURVIVAL[:2], "target.intervals=[0.1, 1.1, 365.2501, 365.2502]") as data:
+    with open_target_data(study, *SURVIVAL[:2], "target.intervals=[0.1, 1.1, 365.2501, 365.2502]") as data:
         assert data.table.label.dtype == np.float64 and 1.1 in data.table.label[:, 0]
         assert len(set(data.classes)) == 4  # a column of predictions.csv each
-    with opened(study, NUMBER[0], "target.range=[0, 30000000]") as data:
+    with open_target_data(study, NUMBER[0], "target.range=[0, 30000000]") as data:
         assert 20240115.123456 in data.table.label
     seconds = NumberTask(1.7e9, 1.7e9 + 1000)
     outputs, truth = torch.tensor([[0.5], [-1.0]]), torch.tensor([1.7e9 + 750, 1.7e9], dtype=torch.float64)

@@ -42,14 +42,14 @@ def run(study, *overrides, method="proxyfl"):
     return trained(study, method, "train.rounds=2", "privacy.sigma=4", *overrides)
 
 
-def begun(study, rounds, *overrides, **given):
+def interrupt_run(study, rounds, *overrides, **given):
     """Interrupt a run in a round and return its folder."""
     with interrupted_after(rounds):
         run(study, *overrides, **given)
     return next(study.runs_path.glob("0*"))
 
 
-def go_on(study, path):
+def resume_path(study, path):
     return resume_run(study, path.name, backend="local")
 
 
@@ -66,7 +66,7 @@ def ledger_at(path, run="one", delta=1e-5, **terms):
     return PrivacyLedger(path, site="C1", run=run, terms=PrivacyTerms(delta=delta, **terms))
 
 
-def released(ledger, vector=VECTOR, round_=1, mechanism=ROUND):
+def release_round(ledger, vector=VECTOR, round_=1, mechanism=ROUND):
     return ledger.release(round_, vector, schema="ab" * 32, mechanism=mechanism, content="model")
 
 
@@ -102,7 +102,7 @@ def test_a_real_hospital_refuses_a_delta_that_allows_publishing_a_row(hospital, 
 def test_a_round_that_was_sent_again_is_never_retrained(tmp_path):
     path = tmp_path / "C1.jsonl"
     ledger = ledger_at(path)
-    released(ledger, round_=2)
+    release_round(ledger, round_=2)
     # killed between checkpoint and `sending`: the resumed run sends the same bytes
     ledger_at(path).release_again(2, VECTOR, schema="ab" * 32)
     with pytest.raises(WsiFlError, match="was sent already and is not trained again"):
@@ -113,7 +113,7 @@ def test_a_round_that_was_sent_again_is_never_retrained(tmp_path):
 def test_only_the_last_version_of_a_round_can_be_sent_again(tmp_path):
     ledger = ledger_at(tmp_path / "C1.jsonl")
     for vector in (VECTOR, VECTOR + 1):  # redone before it was sent: one charge
-        released(ledger, vector)
+        release_round(ledger, vector)
     with pytest.raises(WsiFlError, match="did not release these bytes"):
         ledger.release_again(1, VECTOR, schema="ab" * 32)
     assert ledger.release_again(1, VECTOR + 1, schema="ab" * 32).round == 1
@@ -127,15 +127,15 @@ def test_a_run_killed_before_sending_and_restored_to_an_earlier_state_cannot_res
     kept = path / "sites" / "S0" / "state"
     shutil.copytree(kept, tmp_path / "backup")
     with interrupted_after(3):  # round 2 has been sent again
-        go_on(study, path)
+        resume_path(study, path)
     shutil.rmtree(kept)
     shutil.copytree(tmp_path / "backup", kept)
     (kept / "round_00002.safetensors").unlink()
-    refused(lambda: go_on(study, path), LATER, error=WsiFlError)
+    refused(lambda: resume_path(study, path), LATER, error=WsiFlError)
 
 
 def test_edited_settings_of_a_run_are_refused(hospital):
-    path = begun(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
+    path = interrupt_run(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
     config = path / "config.toml"
     before, manifest = config.read_text(), json.loads((path / "manifest.json").read_text())
     for said, other, words in (
@@ -143,13 +143,13 @@ def test_edited_settings_of_a_run_are_refused(hospital):
         ("canaries = 0", "canaries = 30", "n was"),
     ):
         config.write_text(before.replace(said, other))
-        refused(lambda: go_on(hospital, path), "changed since the run began")
+        refused(lambda: resume_path(hospital, path), "changed since the run began")
         digest = sha256(config.read_bytes()).hexdigest()
         write_sealed(path / "manifest.json", manifest | {"config_sha256": digest})
-        refused(lambda: go_on(hospital, path), "privacy plan of this run was changed", words)
+        refused(lambda: resume_path(hospital, path), "privacy plan of this run was changed", words)
         write_sealed(path / "manifest.json", manifest)
     config.write_text(before)
-    assert row(go_on(hospital, path))["epsilon"] <= 2.0
+    assert row(resume_path(hospital, path))["epsilon"] <= 2.0
 
 
 OTHER = {
@@ -194,9 +194,9 @@ def test_a_real_hospital_refuses_too_little_noise(tmp_path):
     loud = replace(ROUND, sigma=0.01)
     ledger = ledger_at(tmp_path / "C1.jsonl", lifetime=True, max_epsilon=1e9, guarantee="guaranteed")
     with pytest.raises(WsiFlError, match=r'without differential privacy.*allow = \["model"\]'):
-        released(ledger, mechanism=loud)
+        release_round(ledger, mechanism=loud)
     simulated = ledger_at(tmp_path / "S.jsonl", allow=("model",), guarantee="guaranteed")
-    released(simulated, mechanism=loud)
+    release_round(simulated, mechanism=loud)
     assert (simulated.epsilon(), simulated.guarantee()) == (None, "none")
 
 
@@ -204,7 +204,7 @@ def test_the_weakest_guarantee_counts_over_a_lifetime(tmp_path):
     terms = {"lifetime": True, "max_epsilon": 9.0, "allow": ("model",)}
     path, worth = tmp_path / "C1.jsonl", []
     for run, more in (("a", {"guarantee": "guaranteed"}), ("b", {"guarantee": "nominal"}), ("c", {"insecure": True})):
-        released(ledger_at(path, run=run, **terms, **more))
+        release_round(ledger_at(path, run=run, **terms, **more))
         strict = ledger_at(path, run="d", guarantee="guaranteed", **terms)
         worth.append((strict.guarantee(lifetime=True), strict.epsilon(lifetime=True) is None))
     assert worth == [("guaranteed", False), ("nominal", False), ("none", True)]
@@ -336,9 +336,9 @@ def test_malformed_lines_of_a_ledger_are_refused(tmp_path, before, after):
 
 
 def test_a_renamed_run_stays_the_same_run(hospital):
-    path = begun(hospital, 2, "train.rounds=3")
+    path = interrupt_run(hospital, 2, "train.rounds=3")
     renamed = path.rename(path.with_name("00009-my-best-run"))
-    done = row(go_on(hospital, renamed))
+    done = row(resume_path(hospital, renamed))
     assert isclose(done["epsilon"], epsilon([Mechanism(4.0, 0.7, 0.2, 15)], 1e-5))
     assert done["epsilon"] == done["lifetime_epsilon"]
     assert write_report(hospital, renamed.name).exists()
@@ -348,14 +348,14 @@ def test_only_one_of_two_versions_of_a_round_is_released(tmp_path):
     """Two jobs work on copies of one run; the later one at the ledger is refused."""
     path = tmp_path / "C1.jsonl"
     first, second = ledger_at(path), ledger_at(path)
-    mine, other = released(first), released(second, VECTOR + 1)
+    mine, other = release_round(first), release_round(second, VECTOR + 1)
     with pytest.raises(WsiFlError, match="released others since"):
         first.record_transmission(1, mine.digest)
     with pytest.raises(WsiFlError, match="released others since"):
         first.relay_mixture(1, VECTOR * 2, own_sha256=mine.digest, schema="ab" * 32, weight=1.0)
     second.record_transmission(1, other.digest)
     with pytest.raises(WsiFlError, match="was sent already"):
-        released(first, VECTOR + 2)
+        release_round(first, VECTOR + 2)
     assert ledger_at(path).list_mechanisms() == [ROUND]
 
 
@@ -363,7 +363,7 @@ def test_a_relayed_model_counts_as_sent(tmp_path):
     """A host sends a share of its model to a returning site before its own release."""
     path = tmp_path / "C1.jsonl"
     ledger = ledger_at(path)
-    mine = released(ledger)
+    mine = release_round(ledger)
     ledger.relay_mixture(1, VECTOR / 2, own_sha256=mine.digest, schema="ab" * 32, weight=0.5)
     with pytest.raises(WsiFlError, match="was sent already"):
         ledger_at(path).record(1, ROUND)
@@ -379,19 +379,19 @@ def test_two_sites_that_name_one_ledger_are_both_charged(tmp_path):
 
 
 def test_a_model_that_stays_at_the_site_is_not_retrained_for_free(hospital):
-    path = begun(hospital, 2, "train.rounds=3", method="regular")
+    path = interrupt_run(hospital, 2, "train.rounds=3", method="regular")
     (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
-    refused(lambda: go_on(hospital, path), LATER, error=WsiFlError)
+    refused(lambda: resume_path(hospital, path), LATER, error=WsiFlError)
 
 
 def test_only_one_of_two_models_that_stay_at_the_site_is_kept(hospital):
     """A copy of the run from before the last checkpoint was finished in between."""
-    path = begun(hospital, 1, method="regular")
+    path = interrupt_run(hospital, 1, method="regular")
     copy = Path(shutil.copytree(path, path.with_name("00002-copy")))
     with dying(PrivacyLedger, "record_transmission", 1):  # round 2 is recorded and has its checkpoint
-        go_on(hospital, path)
-    go_on(hospital, copy)
-    refused(lambda: go_on(hospital, path), "released others since", error=WsiFlError)
+        resume_path(hospital, path)
+    resume_path(hospital, copy)
+    refused(lambda: resume_path(hospital, path), "released others since", error=WsiFlError)
 
 
 def test_a_round_killed_before_it_was_final_is_final_once_the_run_resumes(hospital):
@@ -399,23 +399,23 @@ def test_a_round_killed_before_it_was_final_is_final_once_the_run_resumes(hospit
         run(hospital, "train.rounds=3", method="regular")
     path = next(hospital.runs_path.glob("0*"))
     with dying(loop, "_train_round", 1):
-        go_on(hospital, path)
+        resume_path(hospital, path)
     (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
-    refused(lambda: go_on(hospital, path), LATER, error=WsiFlError)
+    refused(lambda: resume_path(hospital, path), LATER, error=WsiFlError)
 
 
 def test_a_run_with_an_edited_plan_or_site_file_does_not_resume(hospital):
-    path = begun(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
+    path = interrupt_run(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
     site, kept = path / "sites" / "S0" / "site.toml", path / "sites" / "S0" / "plan.json"
     said, plan = site.read_text(), json.loads(kept.read_text())
     site.write_text(said.replace("max_epsilon = 3.0", "max_epsilon = 2.9"))
-    refused(lambda: go_on(hospital, path), "is not the one it began with", "site.toml", error=WsiFlError)
+    refused(lambda: resume_path(hospital, path), "is not the one it began with", "site.toml", error=WsiFlError)
     site.write_text(said)
     write_sealed(kept, plan | {"sigma": plan["sigma"] / 2})  # whoever edits it on purpose
     words = ("privacy plan of this run was changed", "sigma was")
-    refused(lambda: go_on(hospital, path), *words, error=WsiFlError)
+    refused(lambda: resume_path(hospital, path), *words, error=WsiFlError)
     kept.unlink()
-    go_on(hospital, path)  # with the plan that the ledger knows
+    resume_path(hospital, path)  # with the plan that the ledger knows
     assert json.loads(kept.read_text()) == plan
 
 
@@ -426,7 +426,7 @@ def test_a_round_that_a_smaller_budget_forbids_is_abandoned_and_not_repeated(hos
     once = epsilon([Mechanism(4.0, 0.7, 0.2, 5)], 1e-5) + 1e-9
     rewrite(hospital, "max_epsilon = 3.0", f"max_epsilon = {once}")
     path = next(hospital.runs_path.glob("0*"))
-    assert row(go_on(hospital, path))["rounds"] == 1
+    assert row(resume_path(hospital, path))["rounds"] == 1
     assert "left, as its max_epsilon" in (path / "sites" / "S0" / "log.txt").read_text()
 
 
@@ -448,7 +448,7 @@ def account_of(plan, limit, past=(), done=0, delta=1e-5):
     return SimpleNamespace(ledger=ledger, plan=plan)
 
 
-def by_round(account, rounds):
+def count_affordable_rounds(account, rounds):
     """Count the rounds a budget allows, each priced together with all earlier ones as a separate mechanism."""
     found, spent = account.ledger.count_rounds(), account.ledger.list_mechanisms()
     limit, delta = account.ledger.terms.max_epsilon, account.ledger.terms.delta
@@ -472,7 +472,7 @@ def by_round(account, rounds):
 def test_affordable_rounds_equal_those_of_pricing_round_by_round(given, limit, past, done, rounds):
     plan = plan_of_round(**{"epochs": 1, "clip": 1.0, "delta": 1e-5} | given)
     account = account_of(plan, limit, past, done)
-    assert count_affordable(account, rounds) == min(by_round(account, rounds), max(rounds, done))
+    assert count_affordable(account, rounds) == min(count_affordable_rounds(account, rounds), max(rounds, done))
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.4, 30.0, 1e6])

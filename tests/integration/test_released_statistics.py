@@ -54,7 +54,7 @@ def released(study, site="S0", *more, **options):
     return release_statistics(study, site=site, overrides=[*NOISE, *more], **options)["sites"][0]
 
 
-def not_released(study, site, *words, error=WsiFlError, overrides=(), **options):
+def refuse_release(study, site, *words, error=WsiFlError, overrides=(), **options):
     refused(lambda: released(study, site, *overrides, **options), *words, error=error)
 
 
@@ -63,11 +63,11 @@ def joined(study, *overrides, **more):
     return train(study, overrides=[*FILES, *overrides], **options)
 
 
-def not_joined(study, *words, error=WsiFlError, overrides=()):
+def refuse_training(study, *words, error=WsiFlError, overrides=()):
     refused(lambda: joined(study, *overrides), *words, error=error)
 
 
-def started(study, *overrides, method="proxyfl"):
+def train_warm_start(study, *overrides, method="proxyfl"):
     return train(study, method=method, overrides=[*START, *overrides], backend="local")
 
 
@@ -79,7 +79,7 @@ def sums_at(path):
     return read_statistics(path, path.name)
 
 
-def written(path, letter, vector):
+def replace_vector(path, letter, vector):
     """Write another vector with a matching digest into a class statistics file."""
     facts = letter.header.model_copy(update={"digest": digest_values(vector)})
     stage.write_statistics(path, stage.ReleasedStatistics(facts, vector))
@@ -110,7 +110,7 @@ def test_statistics_are_released_once_and_cost_the_epsilon_of_their_ledger(study
     assert more["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
 
 
-def letter_of_s0():
+def compute_exact_statistics():
     """Compute the class statistics of the training rows of S0 without noise."""
     x, labels = rows_of(60, 0, 0.0)
     head = SharedHead(2, D)
@@ -136,7 +136,7 @@ def test_the_file_holds_noisy_statistics_and_exact_ones_are_readable_by_their_ow
     assert np.array_equal(home.vector, file.vector) and len(file.vector) == 2 * (D + 2)
     variances = file.vector[-2:]
     weights = np.sqrt(variances / SIGMA**2)[:, None]
-    noise = file.vector[:-2].reshape(2, -1) / weights - letter_of_s0().reshape(2, -1)
+    noise = file.vector[:-2].reshape(2, -1) / weights - compute_exact_statistics().reshape(2, -1)
     assert 0.7 < noise.std() / SIGMA < 1.4 and variances.max() == SIGMA**2
 
 
@@ -152,17 +152,17 @@ def test_patients_are_privacy_units_where_the_settings_ask_for_it(study):
     assert (row["n"], row["unit"]) == (20, "patient")
     summary = joined(study, "privacy.unit=patient")
     assert summary["sites"][0]["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))
-    not_released(study, "S0", "per patient", "per row")
-    not_joined(study, "per patient", "per row")
+    refuse_release(study, "S0", "per patient", "per row")
+    refuse_training(study, "per patient", "per row")
 
 
 def test_without_privacy_statistics_are_exact_and_a_real_hospital_must_allow_them(study):
     bare = ["privacy.enabled=false"]
     assert released(study, "S0", *bare)["epsilon"] is None
     vector = sums_at(study.release_path("S0")).vector
-    np.testing.assert_allclose(vector[:-2], letter_of_s0(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(vector[:-2], compute_exact_statistics(), rtol=1e-5, atol=1e-5)
     make_real(study)
-    not_released(study, "S1", 'allow = ["model"]', overrides=bare)
+    refuse_release(study, "S1", 'allow = ["model"]', overrides=bare)
     assert not study.release_path("S1").exists()
 
 
@@ -225,7 +225,7 @@ def test_two_studies_on_one_ledger_never_release_two_noises_for_one_charge(study
         with cut_off(PrivacyLedger, name):
             released(study)
     assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
-    not_released(study, "S0", "or has a newer one")
+    refuse_release(study, "S0", "or has a newer one")
     assert not study.release_path("S0").exists()
     study.release_path("S0").parent.mkdir()
     shutil.copy(other.release_path("S0"), study.release_path("S0"))  # the other study's release is this site's too
@@ -240,8 +240,8 @@ def test_a_lost_file_is_restored_and_numbers_missing_from_the_ledger_are_refused
         assert released(study)["digest"] == digest and study.release_path("S0").read_bytes() == content
     assert study.local_release_path("S0").read_bytes() == content
     study.ledger_path("S0").unlink()
-    not_released(study, "S0", "ledgers/S0.jsonl lacks its release")
-    not_joined(study, "ledgers/S0.jsonl lacks its release")
+    refuse_release(study, "S0", "ledgers/S0.jsonl lacks its release")
+    refuse_training(study, "ledgers/S0.jsonl lacks its release")
 
 
 def cut_in_half(path):
@@ -273,7 +273,7 @@ def test_statistics_on_the_ledger_are_released_a_second_time_only_on_request(stu
     first, kept = released(study), study.release_path("S0").read_bytes()
     lose(study)
     n = len(lines_of(study))
-    not_released(study, "S0", "put statistics/S0.safetensors back", "`wsi-fl statistics --site S0 --again`")
+    refuse_release(study, "S0", "put statistics/S0.safetensors back", "`wsi-fl statistics --site S0 --again`")
     assert len(lines_of(study)) == n and not study.release_path("S0").exists()
     study.release_path("S0").parent.mkdir(exist_ok=True)  # both ways that it names are open
     study.release_path("S0").write_bytes(kept)
@@ -324,27 +324,27 @@ def test_a_damaged_edited_or_foreign_file_is_refused_and_the_local_copy_restores
     whole = file.read_bytes()
     for change in OF_OTHERS:
         stage.write_statistics(file, stage.ReleasedStatistics(letter.header.model_copy(update=change), letter.vector))
-        not_joined(study, "statistics/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
+        refuse_training(study, "statistics/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
     shutil.copy(study.release_path("S0"), file)
-    not_joined(study, "these are the statistics of site S0")
+    refuse_training(study, "these are the statistics of site S0")
     home = study.local_release_path("S1")
     for content in DAMAGE:
         file.write_bytes(content)
-        not_joined(study, "statistics/S1.safetensors", "damaged release", "copy the file from its site again")
+        refuse_training(study, "statistics/S1.safetensors", "damaged release", "copy the file from its site again")
         home.write_bytes(content)  # where no copy is whole
-        not_released(study, "S1", "damaged release", "copy the file from its site again")
+        refuse_release(study, "S1", "damaged release", "copy the file from its site again")
         home.write_bytes(whole)
     for change in EDITS:
         file.write_bytes(whole)
         rewritten(file, **change)
-        not_joined(study, "statistics/S1.safetensors", "edited")
+        refuse_training(study, "statistics/S1.safetensors", "edited")
         if "digest" in change:
             file.unlink()
         released(study, "S1")
         assert file.read_bytes() == whole
     assert joined(study)["sites"]
     released(study, "S1", "model.projection=12", repeat=True)
-    not_joined(study, "statistics/S1.safetensors", "dimensions = 12", error=UsageError)
+    refuse_training(study, "statistics/S1.safetensors", "dimensions = 12", error=UsageError)
 
 
 def test_released_statistics_are_refused_for_other_features(study):
@@ -374,17 +374,17 @@ def test_a_public_projection_shortens_class_statistics_and_must_be_the_same_ever
     assert np.array_equal(head["components"], found.components) and int(head["n_sites"]) == 3
     write_public(study, "d.safetensors", 1)  # another file under the same name
     words = ("statistics/S0.safetensors", f"projection = {found.digest}"[:40])
-    not_joined(study, *words, overrides=ALONG, error=UsageError)
-    not_released(study, "S0", "projection", "--again", overrides=ALONG, error=UsageError)
+    refuse_training(study, *words, overrides=ALONG, error=UsageError)
+    refuse_release(study, "S0", "projection", "--again", overrides=ALONG, error=UsageError)
 
 
 def test_a_projection_that_is_missing_damaged_or_of_another_encoder_is_refused_in_one_line(study):
-    not_released(study, "S0", "no such file", "wsi-fl projection", overrides=ALONG)
+    refuse_release(study, "S0", "no such file", "wsi-fl projection", overrides=ALONG)
     (study.root / "d.safetensors").write_bytes(b"nothing")
-    not_released(study, "S0", "d.safetensors", "damaged", overrides=ALONG)
+    refuse_release(study, "S0", "d.safetensors", "damaged", overrides=ALONG)
     write_public(study, "d.safetensors", 0, encoder="large sha256:1")
     words = ("projection for large sha256:1", "are of tiny sha256:0")
-    not_released(study, "S0", *words, overrides=ALONG, error=UsageError)
+    refuse_release(study, "S0", *words, overrides=ALONG, error=UsageError)
     assert not study.ledger_path("S0").exists()
 
 
@@ -404,12 +404,12 @@ def test_sites_with_different_statistics_files_buffers_or_roles_do_not_begin(key
 
 def test_a_real_hospital_needs_a_budget_and_stays_within_it(study):
     make_real(study, "S0", says="real = true")
-    not_released(study, "S0", "write max_epsilon and delta there", error=UsageError)
+    refuse_release(study, "S0", "write max_epsilon and delta there", error=UsageError)
     make_real(study, "S1", "S2")
     edit(site_file(study, "S0"), more="max_epsilon = 2.5\ndelta = 1e-5\n")
     row = released(study)
     assert row["epsilon"] == pytest.approx(_gaussian_epsilon(1 / SIGMA, 1e-5)) and row["epsilon"] < 2.5
-    not_released(study, "S0", "above its 2.5", repeat=True)
+    refuse_release(study, "S0", "above its 2.5", repeat=True)
     assert not released(study)["spent"]
 
 
@@ -418,10 +418,10 @@ def test_a_real_hospitals_ledger_must_list_every_release_of_its_study(study):
     released(study)
     kept = study.ledger_path("S0").read_text()
     study.ledger_path("S0").unlink()
-    not_released(study, "S0", "ledgers/S0.jsonl is missing", error=UsageError)
+    refuse_release(study, "S0", "ledgers/S0.jsonl is missing", error=UsageError)
     study.ledger_path("S0").write_text(kept)
     rewritten(study.release_path("S0"), digest="0" * 64)
-    not_released(study, "S0", "lacks the release of statistics/S0.safetensors", error=UsageError)
+    refuse_release(study, "S0", "lacks the release of statistics/S0.safetensors", error=UsageError)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_a_real_hospital_solves_its_head_from_copied_files_and_opens_no_other_st
     assert [one["site"] for one in evaluate(alone, summary["run"])["sites"]] == ["S0"]
     assert write_report(alone, summary["run"]).exists()
     assert resume_run(alone, summary["run"], backend="local") == summary
-    not_joined(study, "whose store no other site's process may open", error=UsageError)
+    refuse_training(study, "whose store no other site's process may open", error=UsageError)
 
 
 def test_released_files_give_the_same_head_as_a_run_over_the_network(study, monkeypatch):
@@ -496,8 +496,8 @@ def test_an_audit_of_files_uses_their_noise_and_a_forged_file_is_refused(study, 
     letter = sums_at(study.release_path("S1"))
     vector = letter.vector.copy()
     vector[:-2] *= -1000
-    written(study.release_path("S1"), letter, vector)
-    not_joined(study, "statistics/S1.safetensors", "60 rows", "ask its site")
+    replace_vector(study.release_path("S1"), letter, vector)
+    refuse_training(study, "statistics/S1.safetensors", "60 rows", "ask its site")
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
@@ -508,7 +508,7 @@ def test_harmful_class_statistics_get_no_weight(study, spoilt):
         if spoilt:
             letter = sums_at(study.release_path(name))
             swapped = [letter.vector[:-2].reshape(2, -1)[::-1].ravel(), letter.vector[-2:][::-1]]
-            written(study.release_path(name), letter, np.concatenate(swapped))
+            replace_vector(study.release_path(name), letter, np.concatenate(swapped))
         shutil.rmtree(study.store_path(name).parent)  # it takes part by its letter alone
     run = joined(study)
     chosen = json.loads((study.root / run["run"] / "sites/S2/prediction_model.json").read_text())
@@ -560,15 +560,15 @@ def test_a_site_without_a_file_is_excluded_and_one_without_a_store_takes_part_by
 
 
 def test_a_run_of_released_files_names_the_missing_ones(study):
-    not_joined(study, "no statistics of site S0 yet", "wsi-fl statistics --site S0")
+    refuse_training(study, "no statistics of site S0 yet", "wsi-fl statistics --site S0")
     released(study)
-    not_joined(study, "audit.canaries", overrides=["audit.canaries=4"], error=UsageError)
+    refuse_training(study, "audit.canaries", overrides=["audit.canaries=4"], error=UsageError)
     for name in ("S0", "S1", "S2"):
         shutil.rmtree(study.store_path(name).parent)
-    not_joined(study, "no site of this run has its store here")
+    refuse_training(study, "no site of this run has its store here")
 
 
-def start_of(study):
+def solve_start(study):
     """Solve the linear layer of the files by the definition of the head."""
     head = SharedHead(2, D)
     vectors = [sums_at(study.release_path(f"S{k}")).vector for k in range(3)]
@@ -590,11 +590,11 @@ def test_sent_models_start_from_the_released_files_alone(study, monkeypatch, met
         starts.append({key: value.clone() for key, value in site.learners[role].model.state_dict().items()})
 
     monkeypatch.setattr(build_sites, "_load_released", brought)
-    summary = started(study, method=method)
+    summary = train_warm_start(study, method=method)
     assert len(starts) == 3 and same(starts[0], starts[1]) and same(starts[0], starts[2])
     linear = create_model("linear_head", n_classes=2, shape=Vectors(D), seed=0)
     linear.load_state_dict(starts[0])
-    head, (x, _) = start_of(study), rows_of(50, 7)
+    head, (x, _) = solve_start(study), rows_of(50, 7)
     weights, bias = head.solve_head()
     rows = torch.nn.functional.layer_norm(torch.from_numpy(x), (D,)) - head.mean
     z = rows.double() @ head.components.double()  # never shortened
@@ -605,17 +605,17 @@ def test_sent_models_start_from_the_released_files_alone(study, monkeypatch, met
 def test_both_releases_are_on_the_account_and_within_the_target(study):
     all_released(study)
     alone = dry_run(study, method="proxyfl", overrides=[*HEADS, "train.rounds=1"])
-    for both, without in zip(started(study)["sites"], alone["sites"], strict=True):
+    for both, without in zip(train_warm_start(study)["sites"], alone["sites"], strict=True):
         assert both["epsilon"] > max(without["epsilon"], epsilon([ONCE], 1e-5))
-    reached = started(study, "privacy.target_epsilon=4.0")
+    reached = train_warm_start(study, "privacy.target_epsilon=4.0")
     assert all(3.5 < row["epsilon"] <= 4 for row in reached["sites"])
-    refused(lambda: started(study, "privacy.target_epsilon=1.0"), "on top of", "target_epsilon")
+    refused(lambda: train_warm_start(study, "privacy.target_epsilon=1.0"), "on top of", "target_epsilon")
 
 
 def test_a_run_resumes_only_with_the_released_files_it_started_from(study):
     all_released(study)
     with interrupted_after(2):
-        started(study)
+        train_warm_start(study)
     released(study, "S1", repeat=True)
     refused(lambda: resume_run(study, "1", backend="local"), "class statistics of S1", "statistics/")
 

@@ -36,7 +36,7 @@ def scores(level):
     return {"accuracy": level, "macro_accuracy": level - 0.008, "auroc": min(0.995, level + 0.07)}
 
 
-def measured(rng, level, n, classes):
+def make_evaluation(rng, level, n, classes):
     """Return an evaluation of a model as `evaluate --json` writes it."""
     bins = [{"confidence": c, "accuracy": 0.9 * c, "n": 70} for c in (0.55, 0.75, 0.97)]
     bins.append({"confidence": None, "accuracy": None, "n": 0})
@@ -80,8 +80,8 @@ def make_page(n_sites=4, *, rounds=20, classes=CLASSES, names=None, n_overviews=
     sites = []
     for i, name in enumerate(names):
         levels = {other: 0.81 if other == name else 0.67 + 0.01 * (j % 7) for j, other in enumerate(names)}
-        parts = {other: measured(rng, level, 150, classes) for other, level in levels.items()}
-        whole = measured(rng, 0.695 + 0.01 * (i % 5), 600, classes)
+        parts = {other: make_evaluation(rng, level, 150, classes) for other, level in levels.items()}
+        whole = make_evaluation(rng, 0.695 + 0.01 * (i % 5), 600, classes)
         sites.append({"site": name, **whole, "own": parts[name], "parts": parts})
     spent = [2.7727 + 0.01 * (i % 5) for i in range(len(names))]
     tables = {"train": 470, "test": 125}
@@ -396,7 +396,7 @@ def test_names_cannot_break_the_page():
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
+def mixed_run(tmp_path_factory):
     """(study, run) of a simulated site, S0, and a real one, S1, trained on images of S1's denoiser."""
     study = make_study(tmp_path_factory.mktemp("report") / "study", n_sites=2)
     run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
@@ -411,8 +411,8 @@ def mixed(tmp_path_factory):
     return study, run
 
 
-def test_pictures_of_patients_are_left_out_with_a_notice(mixed, wsi_fl):
-    study, run = mixed
+def test_pictures_of_patients_are_left_out_with_a_notice(mixed_run, wsi_fl):
+    study, run = mixed_run
     done = wsi_fl("report", run, cwd=study.root)
     assert done.returncode == 0, done.stderr
     (said,) = [line for line in done.stderr.splitlines() if "left out" in line]
@@ -429,8 +429,8 @@ def test_pictures_of_patients_are_left_out_with_a_notice(mixed, wsi_fl):
     assert "This page holds pictures of patients" not in html
 
 
-def test_a_page_with_pictures_of_patients_has_a_banner_against_sharing(mixed, capsys):
-    study, run = mixed
+def test_a_page_with_pictures_of_patients_has_a_banner_against_sharing(mixed_run, capsys):
+    study, run = mixed_run
     html = write_report(study, run, pictures=True).read_text(encoding="utf-8")
     text = Document(html).text
     banner = "This page holds pictures of patients of S1. It must not leave the hospital"

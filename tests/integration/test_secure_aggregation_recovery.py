@@ -132,7 +132,7 @@ def together(folder, comm_of, sigma=0.0):
     return sites, raised
 
 
-def at_a_table(phase="", lost=(), meddle=None):
+def make_exchange(phase="", lost=(), meddle=None):
     laid, gone, changed = {}, set(), threading.Condition()
 
     def comm_of(k):
@@ -176,14 +176,14 @@ def check(sites, raised, lost, inside):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_hospital_that_drops_out_costs_the_others_no_extra_budget(tmp_path, phase):
-    sites, raised = together(tmp_path, at_a_table(phase, [2]))
+    sites, raised = together(tmp_path, make_exchange(phase, [2]))
     check(sites, raised, 2, [0, 1, 3] if phase in PHASES[:3] else [0, 1, 2, 3])
 
 
 def test_the_sum_without_a_dropped_out_site_is_charged_once_and_has_the_plans_noise(tmp_path):
     noise = []
     for turn in range(12):
-        sites, raised = together(tmp_path / str(turn), at_a_table("sends", [3]), sigma=2.0)
+        sites, raised = together(tmp_path / str(turn), make_exchange("sends", [3]), sigma=2.0)
         assert set(raised) == {0, 1, 2, 3}
         assert [len(charges(sites[k])) for k in range(4)] == [1, 1, 1, 1]  # it was about to send
         head = head_of(sites[0])
@@ -198,7 +198,7 @@ def test_the_sum_without_a_dropped_out_site_is_charged_once_and_has_the_plans_no
 
 def test_the_remaining_sites_restart_after_a_void_sum_with_a_smaller_tolerance(tmp_path):
     """Three sites tolerate no dropout, so the noise is that of two honest sites again."""
-    sites, raised = together(tmp_path, at_a_table("votes", [2, 3]), sigma=2.0)
+    sites, raised = together(tmp_path, make_exchange("votes", [2, 3]), sigma=2.0)
     assert len(raised) == 4
     left = [sites[k] for k in range(3)]
     aggregate_statistics(left, METHOD, LocalComm(4, running=range(3)), SCHEDULE, range(3), round_=1)
@@ -207,7 +207,7 @@ def test_the_remaining_sites_restart_after_a_void_sum_with_a_smaller_tolerance(t
 
 
 def test_without_dropouts_the_result_is_the_sum_of_all_sites(tmp_path):
-    sites, raised = together(tmp_path, at_a_table())
+    sites, raised = together(tmp_path, make_exchange())
     assert not raised
     total = sum(head_of(site).noiseless_statistics for site in sites.values())
     for site in sites.values():
@@ -215,7 +215,7 @@ def test_without_dropouts_the_result_is_the_sum_of_all_sites(tmp_path):
 
 
 def test_a_sum_with_more_dropouts_than_tolerated_is_void_and_charged(tmp_path):
-    sites, raised = together(tmp_path, at_a_table("tells whose messages", [2, 3]), sigma=2.0)
+    sites, raised = together(tmp_path, make_exchange("tells whose messages", [2, 3]), sigma=2.0)
     for k in (0, 1):
         assert "the sum is void: 2 sites agree" in str(raised[k])
         assert len(charges(sites[k])) == 1 and int(head_of(sites[k]).n_sites) == 0
@@ -236,7 +236,7 @@ def test_a_message_masked_for_another_set_of_sites_is_not_counted(tmp_path):
         comm.exchange_documents = lying
         return comm
 
-    sites, raised = together(tmp_path, at_a_table(meddle=lies))
+    sites, raised = together(tmp_path, make_exchange(meddle=lies))
     for k, site in sites.items():
         assert "the sum is void: 0 of 4 sites are left" in str(raised[k])
         assert int(head_of(site).n_sites) == 0
@@ -256,7 +256,7 @@ def test_a_share_for_one_site_is_never_in_the_parcel_of_another(tmp_path):
         comm.exchange_documents = watched
         return comm
 
-    together(tmp_path, at_a_table(meddle=watch))
+    together(tmp_path, make_exchange(meddle=watch))
     shares = [one for k in seen for document in seen[k].values() for one in document["pieces"][2:]]
     assert len(shares) == len(set(shares)) == 4 * 3 * 2
     assert all(pair[0] == k for k in seen for pair in seen[k])

@@ -123,7 +123,7 @@ def model_of(name, n_features=D, seed=0):
     return create_model(name, n_classes=3, shape=Bags(n_features), seed=seed)
 
 
-def unequal(d=D, lengths=LENGTHS, seed=0):
+def make_unequal_bags(d=D, lengths=LENGTHS, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.normal(size=(m, d)).astype(np.float32) for m in lengths]
 
@@ -134,7 +134,7 @@ def as_tensor(bags):
 
 @pytest.mark.parametrize("name", BAG_BUILDERS)
 def test_predictions_do_not_depend_on_patch_order_or_other_bags(name):
-    model, bags = model_of(name), unequal()
+    model, bags = model_of(name), make_unequal_bags()
     whole = model(as_tensor(bags))
     shuffled = [np.random.default_rng(3).permutation(bag) for bag in bags]
     assert (model(as_tensor(shuffled)) - whole).abs().max() < 1e-5
@@ -145,7 +145,7 @@ def test_predictions_do_not_depend_on_patch_order_or_other_bags(name):
 @pytest.mark.parametrize("garbage", [7.5, float("nan"), *nightly(float("inf"), -float("inf"))])
 @pytest.mark.parametrize("name", BAG_BUILDERS)
 def test_masked_values_change_no_prediction(name, garbage):
-    model, x = model_of(name), as_tensor(unequal())
+    model, x = model_of(name), as_tensor(make_unequal_bags())
     dirty = x.clone()
     dirty[..., :-1][x[..., -1] == 0] = garbage
     padded = torch.cat([dirty, torch.full((4, 5, D + 1), garbage)], dim=1)
@@ -178,7 +178,7 @@ def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, l
     if lengths == (9, 2, 17):
         monkeypatch.setattr(mil, "_N_LANDMARKS", 4)
     torch.manual_seed(0)
-    model, x = model_of(name), as_tensor(unequal(lengths=lengths))
+    model, x = model_of(name), as_tensor(make_unequal_bags(lengths=lengths))
     assert model_origin(model) == "built-in"
     with torch.no_grad():
         for p in model.parameters():  # gains of 1 and biases of 0 hide the rest
@@ -188,7 +188,7 @@ def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, l
 
 
 def test_bags_are_packed_the_same_from_memory_from_disk_and_concatenated():
-    bags, names = unequal(), np.array(list("abcd"))
+    bags, names = make_unequal_bags(), np.array(list("abcd"))
     table = BagTable(np.arange(4), np.full(4, ""), names, names, np.full(4, "train"))
     given = {"table": table, "allowed": np.ones((4, 4), bool), "n_features": D}
     held, read = (build_bag_examples(bags.__getitem__, **given, in_memory=kept) for kept in (True, False))
@@ -203,7 +203,7 @@ def test_bags_are_packed_the_same_from_memory_from_disk_and_concatenated():
 
 def test_a_class_that_the_tumour_type_excludes_has_probability_zero():
     model = create_model("deepset", n_classes=4, shape=Bags(D), seed=0).eval()
-    bags = unequal()
+    bags = make_unequal_bags()
     kinds = np.array(["lung", "brain", "", "unheard of"])
     allowed = find_allowed_classes(kinds, CLASSES, TYPES)
     with torch.no_grad():
@@ -362,7 +362,7 @@ HEADS = ("abmil", "clam_sb", "transmil")
 
 @pytest.mark.parametrize("name", [*HEADS, "deepset_attention"])
 def test_attention_sums_to_one_over_the_patches_and_padding_has_none(name):
-    x = as_tensor([*unequal(), np.zeros((1, D), np.float32)])
+    x = as_tensor([*make_unequal_bags(), np.zeros((1, D), np.float32)])
     x[4, :, -1] = 0  # a bag without a patch
     x[..., :-1][x[..., -1] == 0] = torch.nan
     weights = model_of(name).patch_attention(x)
@@ -373,13 +373,13 @@ def test_attention_sums_to_one_over_the_patches_and_padding_has_none(name):
 
 def test_a_prediction_rests_on_the_attention_weighted_patches():
     """ABMIL's prediction is its last layer on the attention-weighted mean of the projected patches."""
-    model, x = model_of("abmil"), as_tensor(unequal())
+    model, x = model_of("abmil"), as_tensor(make_unequal_bags())
     weighted = (model.patch_attention(x).unsqueeze(2) * model.phi(x[..., :-1])).sum(1)
     torch.testing.assert_close(model(x), model.rho(weighted))
 
 
 def test_transmil_with_as_many_landmarks_as_patches_is_exact(monkeypatch):
-    model, x = model_of("transmil"), as_tensor(unequal(lengths=(9, 12)))
+    model, x = model_of("transmil"), as_tensor(make_unequal_bags(lengths=(9, 12)))
     exact = model(x)
     monkeypatch.setattr(mil, "_N_LANDMARKS", 12)
     torch.testing.assert_close(model(x), exact)
@@ -389,7 +389,7 @@ def test_transmil_with_as_many_landmarks_as_patches_is_exact(monkeypatch):
 
 def test_transmil_never_sees_padding_where_it_has_landmarks(monkeypatch):
     monkeypatch.setattr(mil, "_N_LANDMARKS", 4)
-    model, bags = model_of("transmil"), unequal(lengths=(9, 2, 17))
+    model, bags = model_of("transmil"), make_unequal_bags(lengths=(9, 2, 17))
     x = functional.pad(as_tensor(bags), (0, 0, 0, 11), value=torch.nan)
     x[:, 17:, -1] = 0
     x[..., :-1][x[..., -1] == 0] = torch.nan
@@ -400,7 +400,7 @@ def test_transmil_never_sees_padding_where_it_has_landmarks(monkeypatch):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_gradients_of_patients_are_means_over_their_slides(name):
-    model, x, y = model_of(name), as_tensor(unequal()), torch.arange(4) % 3
+    model, x, y = model_of(name), as_tensor(make_unequal_bags()), torch.arange(4) % 3
     parameters, patient = list(model.parameters()), torch.tensor([5, 2, 5, 5])
     means = []
     for one in (2, 5):
@@ -438,7 +438,7 @@ def test_attention_of_every_head_reaches_predict(tmp_path):
         assert attention.shape == (len(bag.features),) and attention.sum() == pytest.approx(1, abs=1e-5)
 
 
-def many(lengths=(3, 50, 20), d=2):
+def make_numbered_bags(lengths=(3, 50, 20), d=2):
     """Make bags whose k-th patch is numbered k."""
     bags = [np.stack([np.arange(m), np.full(m, m)], 1).astype(np.float32) for m in lengths]
     n, names = len(bags), np.array([f"s{m}" for m in lengths])
@@ -447,7 +447,7 @@ def many(lengths=(3, 50, 20), d=2):
     return build_bag_examples(bags.__getitem__, table, np.ones((n, 2), bool), **given)
 
 
-def seen(examples, seed, rows=(0, 1, 2)):
+def list_drawn_patches(examples, seed, rows=(0, 1, 2)):
     """Return the numbers of the patches in a training step, by bag."""
     draws = CipherStream.from_seed(seed)
     ((x, _),) = load_batches(examples, iter([np.array(rows)]), augment=None, device=CPU, draws=draws)
@@ -455,24 +455,27 @@ def seen(examples, seed, rows=(0, 1, 2)):
 
 
 def test_a_training_step_samples_patches_afresh_and_predictions_use_all():
-    examples = sample_patches(many(), 10)
-    first, second = seen(examples, 1), seen(examples, 2)
+    examples = sample_patches(make_numbered_bags(), 10)
+    first, second = list_drawn_patches(examples, 1), list_drawn_patches(examples, 2)
     assert [len(bag) for bag in first] == [3, 10, 10] and first[0] == [0, 1, 2]
     assert all(bag == sorted(set(bag)) for bag in first)
-    assert first == seen(examples, 1) and first[1:] != second[1:]
+    assert first == list_drawn_patches(examples, 1) and first[1:] != second[1:]
     assert examples.read(np.arange(3)).shape == (3, 50, 3)
 
 
 def test_every_patch_is_equally_likely_to_be_drawn():
-    examples, counts = sample_patches(many((40,)), 10), np.zeros(40)
+    examples, counts = sample_patches(make_numbered_bags((40,)), 10), np.zeros(40)
     for seed in range(400):
-        counts[seen(examples, seed, [0])[0]] += 1
+        counts[list_drawn_patches(examples, seed, [0])[0]] += 1
     assert counts.sum() == 4000 and counts.min() > 60 and counts.max() < 145  # 100 each, ± 4.6 sd
 
 
 def test_the_patches_drawn_from_a_bag_do_not_depend_on_other_bags():
     """ε requires that one record changes one gradient."""
-    one, other = sample_patches(many((30, 50, 20)), 10), sample_patches(many((30, 7, 20)), 10)
+    one, other = (
+        sample_patches(make_numbered_bags((30, 50, 20)), 10),
+        sample_patches(make_numbered_bags((30, 7, 20)), 10),
+    )
     for seed in range(5):
-        a, b = seen(one, seed), seen(other, seed)
+        a, b = list_drawn_patches(one, seed), list_drawn_patches(other, seed)
         assert (a[0], a[2]) == (b[0], b[2])

@@ -56,7 +56,7 @@ def empty(task):
     return SharedHead(1 if task.kind == "number" else len(ENDS), D, kind=task.kind, projection=8)
 
 
-def holding(task, x, truth, noise=0.0):
+def make_head(task, x, truth, noise=0.0):
     """Make a head of a site with these rows and its noisy statistics."""
     head, columns = empty(task), task.statistics_columns(torch.from_numpy(truth))
     z = head.embed_rows(torch.from_numpy(x))
@@ -67,7 +67,7 @@ def holding(task, x, truth, noise=0.0):
     return head
 
 
-def said_by(head, task, x):
+def predict_values(head, task, x):
     return task.predict(head(torch.from_numpy(x))).double().numpy()
 
 
@@ -173,7 +173,7 @@ def test_released_statistics_have_noise_in_every_number(task):
 
 @EACH
 def test_honest_statistics_of_numbers_and_times_are_accepted_and_forged_ones_refused(task):
-    head = holding(task, *extremes(task, 60, 0), noise=2.0)
+    head = make_head(task, *extremes(task, 60, 0), noise=2.0)
     refusals = 0
     for _ in range(500):
         sums, variances = head.weight_by_precision(
@@ -194,39 +194,39 @@ def test_honest_statistics_of_numbers_and_times_are_accepted_and_forged_ones_ref
 def test_with_many_rows_a_number_is_predicted_as_by_linear_regression():
     task = TASKS[0]
     (x, truth), (more, _) = rows_of(task, 8000, 0), rows_of(task, 200, 1)
-    head = holding(task, x, truth)
+    head = make_head(task, x, truth)
     z, asked = (head.embed_rows(torch.from_numpy(rows)).numpy() for rows in (x, more))
     wanted = LinearRegression().fit(z, truth).predict(asked)
-    assert np.abs(said_by(head, task, more)[:, 0] - wanted).max() < 0.15 * wanted.std()
+    assert np.abs(predict_values(head, task, more)[:, 0] - wanted).max() < 0.15 * wanted.std()
 
 
 @EACH
 def test_statistics_without_noise_are_as_good_as_pooled_rows(task):
     (xa, ya), (xb, yb) = rows_of(task, 150, 0), rows_of(task, 250, 1)
-    heads = [holding(task, xa, ya), holding(task, xb, yb)]
+    heads = [make_head(task, xa, ya), make_head(task, xb, yb)]
     SharedHead.combine(heads)
-    together = holding(task, np.concatenate([xa, xb]), np.concatenate([ya, yb]))
+    together = make_head(task, np.concatenate([xa, xb]), np.concatenate([ya, yb]))
     asked = rows_of(task, 100, 2)[0]
-    wanted, (_, middle, model, worth) = said_by(together, task, asked)[:, 0], together.newton_step()
+    wanted, (_, middle, model, worth) = predict_values(together, task, asked)[:, 0], together.newton_step()
     for head in heads:  # all but the covariance, which is of the own rows
         _, own_middle, own_model, own_worth = head.newton_step()
         torch.testing.assert_close(own_middle, middle, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(own_model.offsets, model.offsets, rtol=1e-4, atol=1e-5)
         assert float(own_worth[1]) == pytest.approx(float(worth[1]), rel=1e-4)
-        assert np.corrcoef(said_by(head, task, asked)[:, 0], wanted)[0, 1] > 0.95
+        assert np.corrcoef(predict_values(head, task, asked)[:, 0], wanted)[0, 1] > 0.95
 
 
 @EACH
 def test_statistics_of_other_sites_are_weighted_by_their_noise(task):
     torch.manual_seed(0)
     (xa, ya), (xb, yb), asked = rows_of(task, 60, 0), rows_of(task, 600, 1), rows_of(task, 50, 2)[0]
-    alone, worth = holding(task, xa, ya), []
+    alone, worth = make_head(task, xa, ya), []
     for noise in (0.0, 3.0, 30.0, 1e5):
-        head, other = holding(task, xa, ya), holding(task, xb, yb, noise)
+        head, other = make_head(task, xa, ya), make_head(task, xb, yb, noise)
         SharedHead.combine([head, other])
         worth.append(head.effective_sample_sizes()[1])
     assert worth == sorted(worth, reverse=True) and worth[0] > 8 * worth[-1]
-    np.testing.assert_allclose(said_by(head, task, asked), said_by(alone, task, asked), rtol=0.1)
+    np.testing.assert_allclose(predict_values(head, task, asked), predict_values(alone, task, asked), rtol=0.1)
 
 
 def test_a_hospital_with_low_numbers_only_learns_the_line_from_the_others():
@@ -234,18 +234,18 @@ def test_a_hospital_with_low_numbers_only_learns_the_line_from_the_others():
     (xa, ya), (xb, yb) = rows_of(task, 400, 0), rows_of(task, 400, 1)
     low, high = (xa[ya < 5], ya[ya < 5]), (xb[yb > 5], yb[yb > 5])
     asked, truth = rows_of(task, 400, 2)
-    for name, others in (("alone", []), ("joined", [holding(task, *high, 1.0)])):
+    for name, others in (("alone", []), ("joined", [make_head(task, *high, 1.0)])):
         torch.manual_seed(0)
-        head = holding(task, *low)
+        head = make_head(task, *low)
         SharedHead.combine([head, *others])
-        errors[name] = np.square(said_by(head, task, asked)[:, 0] - truth).mean()
+        errors[name] = np.square(predict_values(head, task, asked)[:, 0] - truth).mean()
     assert errors["joined"] < 0.7 * errors["alone"]
 
 
 @EACH
 def test_a_head_of_released_statistics_is_the_same_everywhere_and_uninformative_without_any(task):
     (xa, ya), (xb, yb) = rows_of(task, 80, 0), rows_of(task, 80, 1)
-    heads = [holding(task, xa, ya, 0.5), holding(task, xb, yb, 0.5)]
+    heads = [make_head(task, xa, ya, 0.5), make_head(task, xb, yb, 0.5)]
     SharedHead.combine(heads)
     first, second = (head.solve_released_head()(torch.from_numpy(xa)) for head in heads)
     torch.testing.assert_close(first, second)

@@ -21,7 +21,7 @@ ROUNDS = "train.rounds=4"
 
 
 @pytest.fixture(scope="module")
-def uneven(tmp_path_factory):
+def uneven_sites(tmp_path_factory):
     """Three sites of unequal size, one with a separate δ."""
     study = make_study(tmp_path_factory.mktemp("target") / "study", n_sites=3)
     write_store(study, "S1", n_per_slide=60)
@@ -42,14 +42,14 @@ def run(study, *overrides, method="proxyfl"):
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("method", ["proxyfl", *nightly("regular", "joint")])
-def test_every_site_ends_at_the_target_and_never_above(uneven, method):
-    summary = run(uneven, method=method)
-    plans = {row["site"]: row for row in dry_run(uneven, method=method, overrides=[TARGET, ROUNDS])["sites"]}
+def test_every_site_ends_at_the_target_and_never_above(uneven_sites, method):
+    summary = run(uneven_sites, method=method)
+    plans = {row["site"]: row for row in dry_run(uneven_sites, method=method, overrides=[TARGET, ROUNDS])["sites"]}
     rows = {row["site"]: row for row in summary["sites"]}
-    page = write_report(uneven, summary["run"]).read_text()
+    page = write_report(uneven_sites, summary["run"]).read_text()
     for site, row in rows.items():
         assert 2.95 < row["epsilon"] <= 3.0
-        lines = map(json.loads, uneven.ledger_path(site).read_text().splitlines())
+        lines = map(json.loads, uneven_sites.ledger_path(site).read_text().splitlines())
         of_run = [line for line in lines if line["run"].split()[0] in summary["run"] and line.get("mechanism")]
         mechanisms = [Mechanism(**line["mechanism"]) for line in of_run]
         assert len(mechanisms) == 4 and row["epsilon"] == epsilon(mechanisms, row["delta"])
@@ -58,17 +58,17 @@ def test_every_site_ends_at_the_target_and_never_above(uneven, method):
         assert {one.sigma for one in mechanisms} == {row["sigma"]}
         assert all(plans[site][key] == row[key] for key in ("sigma", "batch_size"))
         assert plans[site]["epsilon"] == pytest.approx(row["epsilon"])
-        kept = uneven.root / summary["run"] / "sites" / site / "ledger.json"
+        kept = uneven_sites.root / summary["run"] / "sites" / site / "ledger.json"
         assert json.loads(kept.read_text())["epsilon"] == row["epsilon"]
         assert f"<td>{row['batch_size']}</td>" in page
     assert rows["S2"]["sigma"] < rows["S0"]["sigma"]  # its δ asks for less
     assert (rows["S0"]["batch_size"] == rows["S1"]["batch_size"]) is (method == "joint")
-    found = FinishedRun.load(uneven.root / summary["run"])  # `compare` names the target and not what it replaces
+    found = FinishedRun.load(uneven_sites.root / summary["run"])  # `compare` names the target and not what it replaces
     assert found.dp and found.settings["privacy.target_epsilon"] == 3.0
     assert not {"privacy.sigma", "train.batch_size"} & found.settings.keys()
 
 
-def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
+def test_sites_learn_with_the_noise_that_is_accounted_for(uneven_sites, monkeypatch):
     made, learner = [], build_sites.Learner
 
     def noted(model, *, dp, **kwargs):
@@ -77,7 +77,7 @@ def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
         return learner(model, dp=dp, **kwargs)
 
     monkeypatch.setattr(build_sites, "Learner", noted)
-    rows = dry_run(uneven, method="proxyfl", overrides=[TARGET, ROUNDS])["sites"]
+    rows = dry_run(uneven_sites, method="proxyfl", overrides=[TARGET, ROUNDS])["sites"]
     assert made == [(row["sigma"], row["batch_size"]) for row in rows]
 
 

@@ -94,7 +94,7 @@ def read(archive: Path, *site: str, **more):
     return read_site("tcga", sources(archive, *site, **more))
 
 
-def unread(archive: Path, *words: str, **more) -> None:
+def list_excluded(archive: Path, *words: str, **more) -> None:
     refused(lambda: read(archive, **more), *words)
 
 
@@ -165,7 +165,7 @@ def test_other_kinds_of_slides_are_included_on_request(archive):
     records, aside = read(archive, slide_types=("TS", "BS"))
     assert len(records) == 3 and all("-TS1." in record.slide for record in records)
     assert [one.reason for one in aside] == ["not a slide of a tumour (sample type 11)"]
-    unread(archive, "none of its 7 slides", "MS", slide_types=("MS",))
+    list_excluded(archive, "none of its 7 slides", "MS", slide_types=("MS",))
 
 
 def test_slides_without_a_diagnosis_are_excluded(archive):
@@ -180,13 +180,13 @@ def test_slides_without_a_diagnosis_are_excluded(archive):
         "not named by a TCGA barcode",
     ]
     write_clinical(archive / "clinical.tsv", {"TCGA-XX-0000": ("p", "t", "d")})
-    unread(archive, "none of its slides", "is not in clinical.tsv")
+    list_excluded(archive, "none of its slides", "is not in clinical.tsv")
 
 
 def test_columns_may_have_other_names_and_rows_may_repeat(archive):
     write_clinical(archive / "clinical.tsv", header=("who", "project", "organ", "what"))
-    unread(archive, "'bcr_patient_barcode'", "--column patient=")
-    unread(archive, "column 'nothing' is missing", columns={"diagnosis": "nothing"})
+    list_excluded(archive, "'bcr_patient_barcode'", "--column patient=")
+    list_excluded(archive, "column 'nothing' is missing", columns={"diagnosis": "nothing"})
     columns = {"patient": "who", "diagnosis": "what"}
     records, _ = read(archive, columns=columns | {"tumor_type": "organ"})
     assert [record.tumor_type for record in records] == ["Lung", "Breast", "Breast"]
@@ -205,7 +205,7 @@ def test_rows_that_contradict_each_other_are_refused(archive, tmp_path):
         (("TCGA-BRCA", "Ovary", DUCTAL), ("'Breast' and 'Ovary'",)),
     ):
         write_clinical(archive / "clinical.tsv", extra=[("TCGA-BH-A001", *row)])
-        unread(archive, "TCGA-BH-A001", "contradict", *words)
+        list_excluded(archive, "TCGA-BH-A001", "contradict", *words)
         assert len(read(archive, "tcga-indivumed")[0]) == 2
     refused(lambda: init_study(tmp_path / "s", archive=archive), "TCGA-BH-A001")
     assert not (tmp_path / "s").exists()
