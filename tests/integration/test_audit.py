@@ -476,7 +476,7 @@ def test_canaries_are_advised_exactly_where_a_run_allows_them(pair, method, over
         assert accepted
 
 
-def test_a_hospital_audits_its_own_part(pair):
+def test_a_hospital_audits_its_local_part_of_a_run(pair):
     run = trained(pair, "regular", "train.rounds=1", "audit.canaries=4")["run"]
     for name in ("S0", "S1"):
         file = pair.root / "sites" / f"{name}.toml"

@@ -76,7 +76,7 @@ def test_small_groups_are_not_reported(clinical_study, wsi_fl):
     refused(lambda: describe_clinically(study, [run], prevalence=1.0), "a share between 0 and 1")
 
 
-def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(clinical_study):
+def test_groups_are_matched_by_patient_where_a_table_names_the_slides_too(clinical_study):
     study, run = clinical_study
     for k in range(2):  # two slides of each patient, who agree but for the last patient
         rows = [f"s{k}.{i}.{n}.svs,h{k}p{i},{'mf'[i % 2 or (i == 68 and n)]}" for i in range(40, 70) for n in (0, 1)]

@@ -102,7 +102,7 @@ def test_counts_of_parts_add_up_to_the_scores_of_the_whole_and_older_versions_ar
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
 @pytest.mark.parametrize("apart", [0.3, 2.0])
-def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
+def test_counts_of_a_hundred_patients_give_the_auroc_to_0_02(scale, apart):
     """Holds for probabilities all near one half and for those all near 0 and 1."""
     rng = np.random.default_rng(0)
     for _ in range(20):

@@ -102,7 +102,7 @@ def test_removing_a_patient_moves_no_other_patient_to_another_fold():
 
 
 @pytest.mark.parametrize("data", ["patches", "mosaics"])
-def test_a_store_opened_anew_has_the_same_folds_and_its_own_split_is_not_used(tmp_path, study, data):
+def test_a_reopened_store_has_the_same_folds_and_its_stored_split_is_ignored(tmp_path, study, data):
     if data == "patches":
         study = make_study(tmp_path / "patches", n_sites=1)
     found = []

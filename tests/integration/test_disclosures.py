@@ -109,7 +109,7 @@ def test_the_page_on_privacy_has_the_table_of_shares():
 
 
 @pytest.mark.parametrize("name", ["fedavg", "avgpush", "cwt", "fml", "proxyfl"])
-def test_no_other_file_asks_for_a_method_by_name(name):
+def test_no_other_file_refers_to_a_method_by_name(name):
     """Demos and benchmarks choose a method; all other code reads its row."""
     known = re.compile(rf"""["']{name}["']""")
     files = [path for path in PACKAGE.rglob("*.py") if known.search(path.read_text("utf-8"))]

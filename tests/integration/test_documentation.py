@@ -46,7 +46,7 @@ def test_the_configuration_reference_is_current():
     assert text_of("docs/reference/configuration.md") == render_reference_page(), "run `make docs`"
 
 
-def test_every_key_has_a_meaning_of_its_own():
+def test_every_key_has_a_description_and_a_type():
     rows = find_keys()
     assert len(rows) == len({row["key"] for row in rows}) > 100
     for row in rows:

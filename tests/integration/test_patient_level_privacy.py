@@ -171,7 +171,7 @@ def hand_written_epsilon(sigma, q, steps, delta):
     return min(steps * rdp(a) + log1p(-1 / a) - log(delta * a) / (a - 1) for a in range(2, 65))
 
 
-def test_epsilon_of_patients_is_what_independent_calculations_give(trained_run):
+def test_epsilon_of_patients_agrees_with_independent_calculations(trained_run):
     study, _, summary = trained_run
     for row, n_patients in zip(summary["sites"], (6, 9), strict=True):
         assert (row["unit"], row["n_units"]) == ("patient", n_patients)

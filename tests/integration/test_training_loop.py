@@ -104,7 +104,7 @@ def test_epsilon_messages_and_bytes_of_every_round(pair):
     assert {(line["messages"], line["bytes"]) for line in metrics(alone, "S1")} == {(0, 0)}
 
 
-def test_noise_is_never_the_same_unless_a_test_asks_for_it(pair):
+def test_noise_never_repeats_unless_a_test_fixes_its_seed(pair):
     def twice(*overrides):
         return [model(run(pair, "proxyfl", "train.rounds=1", *overrides), "S0", "proxy") for _ in range(2)]
 
