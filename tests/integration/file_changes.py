@@ -1,4 +1,4 @@
-"""Changes of files that tests make as their users would."""
+"""Edits of files as users make them."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from wsi_fl.study.folder import Study
 
 
 def edit(path: Path, old: str = "", new: str = "", *, more: str = "") -> None:
-    """Puts other words into a file, and more at its end."""
+    """Replace text of a file and append to it."""
     text = path.read_text()
     assert old in text, f"{path.name} does not say {old!r}"
     path.write_text(text.replace(old, new) + more)
@@ -19,6 +19,6 @@ def site_file(study: Study, site: str) -> Path:
 
 
 def make_real(study: Study, *sites: str, says: str = REAL) -> None:
-    """Simulated sites, all of a study or some, are real hospitals from now on."""
+    """Turn simulated sites of a study, all or some, into real hospitals."""
     for site in sites or study.site_names():
         edit(site_file(study, site), "real = false", says)

@@ -1,4 +1,4 @@
-"""What `tile`, `predict`, `mosaic` and the layouts make of outlines, and that nothing about them stays unsaid."""
+"""Tests of annotation outlines in `tile`, `predict`, `mosaic` and the archive layouts."""
 
 import csv
 import json
@@ -31,8 +31,8 @@ def box(left, top, right, bottom, **properties):
     return {"type": "Feature", "properties": PLAIN | properties, "geometry": shape}
 
 
-def study_of(root, write, outlines, label="positive"):
-    """A study of one site, each of whose slides has its outlines."""
+def make_outlined_study(root, write, outlines, label="positive"):
+    """Make a study of one site with outlines for each slide."""
     (root / "slides").mkdir(parents=True)
     rows = ["slide,patient,site,label,annotation"]
     for name, features in outlines.items():
@@ -49,35 +49,35 @@ def tile_study(study, *more):
     return row
 
 
-def said_of(row):
+def read_notes(row):
     return {note["slide"]: note["note"] for note in row["notes"]}
 
 
-def test_tile_stores_the_tumour_that_was_drawn_in_qupath_and_says_what_it_left_out(tmp_path):
+def test_tile_stores_the_tumour_drawn_in_qupath_and_reports_slides_left_out(tmp_path):
     drawn = box(128, 192, 320, 384)
     cells = [box(70 + 10 * k, 70, 75 + 10 * k, 75, objectType="cell") for k in range(3)]
-    study = study_of(tmp_path, scan_areas.scn, {"a": [drawn, *cells], "b": [drawn]})
+    study = make_outlined_study(tmp_path, scan_areas.scn, {"a": [drawn, *cells], "b": [drawn]})
     document = tile_slides(study, site="A", overrides=SETTINGS)
     (row,) = document["sites"]
     assert row["tumor"] == 2 * 9 and row["failed"] == []
-    assert said_of(row) == {"a": "a.geojson: left out as no outlined areas: 3 cells"}
+    assert read_notes(row) == {"a": "a.geojson: left out as no outlined areas: 3 cells"}
     assert any("3 cells" in line.text for line in render_tile_lines(document) if isinstance(line, TextLine))
-    assert said_of(tile_study(study)) == said_of(row)  # by the plan that was kept
+    assert read_notes(tile_study(study)) == read_notes(row)  # by the plan that was kept
     with PatchStore(study.store_path("A")) as store:
         found = store.table.xy_l0[store.table.label == 1]
     assert found.min(0).tolist() == [128 + CORNER[0], 192 + CORNER[1]]
 
 
-def test_a_site_says_from_where_its_outlines_count(tmp_path):
+def test_a_site_file_sets_the_origin_of_its_outlines(tmp_path):
     drawn = box(448, 320, 640, 512)  # from the corner of the scanned area it would lie beside the tissue
-    study = study_of(tmp_path, scan_areas.sparse, {"a": [drawn]})
-    assert tile_study(study)["tumor"] == 9 and "annotations_origin" in said_of(tile_study(study))["a"]
+    study = make_outlined_study(tmp_path, scan_areas.sparse, {"a": [drawn]})
+    assert tile_study(study)["tumor"] == 9 and "annotations_origin" in read_notes(tile_study(study))["a"]
     edit(site_file(study, "A"), more='annotations_origin = "slide"\n')
     row = tile_study(study)
     assert row["tumor"] == 9 and row["notes"] == []
     edit(site_file(study, "A"), '"slide"', '"bounds"')
     row = tile_study(study)
-    assert row["tumor"] == 0 and "with annotations_origin = " in said_of(row)["a"]
+    assert row["tumor"] == 0 and "with annotations_origin = " in read_notes(row)["a"]
 
 
 @pytest.mark.parametrize(
@@ -88,20 +88,20 @@ def test_a_site_says_from_where_its_outlines_count(tmp_path):
         ([box(128, 192, 320, 384), box(1, 1, 400, 60)], ""),
     ],
 )
-def test_nothing_about_outlines_of_a_positive_slide_stays_unsaid(tmp_path, features, words):
-    row = tile_study(study_of(tmp_path, scan_areas.full, {"a": [shifted(one) for one in features]}))
-    assert words in said_of(row).get("a", "") and bool(row["notes"]) == bool(words)
+def test_every_problem_with_outlines_of_a_positive_slide_is_reported(tmp_path, features, words):
+    row = tile_study(make_outlined_study(tmp_path, scan_areas.full, {"a": [shift_box(one) for one in features]}))
+    assert words in read_notes(row).get("a", "") and bool(row["notes"]) == bool(words)
 
 
-def shifted(feature):
+def shift_box(feature):
     ring = np.array(feature["geometry"]["coordinates"][0]) + CORNER
     return feature | {"geometry": {"type": "Polygon", "coordinates": [ring.tolist()]}}
 
 
-def test_tumour_patches_that_are_not_drawn_into_the_sample_are_said(tmp_path):
-    outlines = {name: [shifted(box(64, 64, 320, 448))] for name in "abc"}
-    row = tile_study(study_of(tmp_path, scan_areas.full, outlines), "tile.max_per_slide=1")
-    lost = {slide for slide, note in said_of(row).items() if "is in the sample of the store" in note}
+def test_tumour_patches_that_the_sample_omits_are_reported(tmp_path):
+    outlines = {name: [shift_box(box(64, 64, 320, 448))] for name in "abc"}
+    row = tile_study(make_outlined_study(tmp_path, scan_areas.full, outlines), "tile.max_per_slide=1")
+    lost = {slide for slide, note in read_notes(row).items() if "is in the sample of the store" in note}
     assert len(lost) == row["healthy"] == 3 - row["tumor"] > 0
 
 
@@ -111,27 +111,27 @@ def test_tumour_patches_that_are_not_drawn_into_the_sample_are_said(tmp_path):
         ([box(0.2, 0.2, 0.4, 0.4)], "it seems to be in millimetres"),
         ([box(128, 192, 320, 384, objectType="detection")], "left out as no outlined areas: 1 detection"),
         ([], "holds no outline"),
-        ([shifted(box(4000, 4000, 5000, 5000))], "none of its tumour outlines is on the slide"),
+        ([shift_box(box(4000, 4000, 5000, 5000))], "none of its tumour outlines is on the slide"),
     ],
 )
-def test_a_positive_slide_whose_outlines_say_nothing_is_set_aside_with_the_reason(tmp_path, features, reason):
-    good = [shifted(box(128, 192, 320, 384))]
-    row = tile_study(study_of(tmp_path, scan_areas.full, {"bad": features, "good": good}))
+def test_a_positive_slide_with_unusable_outlines_is_excluded_with_the_reason(tmp_path, features, reason):
+    good = [shift_box(box(128, 192, 320, 384))]
+    row = tile_study(make_outlined_study(tmp_path, scan_areas.full, {"bad": features, "good": good}))
     (failed,) = row["failed"]
     assert failed["slide"] == "bad" and reason in failed["reason"] and "\n" not in failed["reason"]
 
 
-def test_a_healthy_slide_with_tumour_outlines_is_set_aside_and_one_with_none_is_said(tmp_path):
-    outlines = {"ill": [shifted(box(128, 192, 320, 384))], "points": [box(1, 1, 9, 9, objectType="tile")]}
-    row = tile_study(study_of(tmp_path, scan_areas.full, outlines, label="negative"))
+def test_a_healthy_slide_with_tumour_outlines_is_excluded_and_one_without_is_reported(tmp_path):
+    outlines = {"ill": [shift_box(box(128, 192, 320, 384))], "points": [box(1, 1, 9, 9, objectType="tile")]}
+    row = tile_study(make_outlined_study(tmp_path, scan_areas.full, outlines, label="negative"))
     assert [one["slide"] for one in row["failed"]] == ["ill"] and "labelled negative" in row["failed"][0]["reason"]
-    assert said_of(row) == {
+    assert read_notes(row) == {
         "points": "points.geojson: nothing was taken from it; left out as no outlined areas: 1 tile"
     }
 
 
 @pytest.mark.parametrize(("layout", "healthy"), [("camelyon16", "normal_001"), ("camelyon17", "patient_000_node_0")])
-def test_outlines_of_a_healthy_slide_are_looked_at_in_camelyons_layouts(tmp_path, layout, healthy):
+def test_outlines_of_a_healthy_slide_are_checked_in_camelyons_layouts(tmp_path, layout, healthy):
     (tmp_path / f"{healthy}.tif").touch()
     (tmp_path / "outlines").mkdir()
     (tmp_path / "stages.csv").write_text(f"patient,stage\n{healthy}.tif,negative\n")
@@ -144,15 +144,15 @@ def test_outlines_of_a_healthy_slide_are_looked_at_in_camelyons_layouts(tmp_path
 
 
 @pytest.fixture
-def run_of(archive, tmp_path_factory, tmp_path):
+def trained_run(archive, tmp_path_factory, tmp_path):
     study, run = trained_on(archive, tmp_path_factory.getbasetemp() / "trained")
     shutil.copytree(study.root, tmp_path / "study", ignore=shutil.ignore_patterns("predictions"))
     return Study(tmp_path / "study"), run
 
 
 @pytest.mark.parametrize(("origin", "corner"), [("", CORNER), ("slide", (0, 0))])
-def test_what_predict_writes_opens_at_its_place_in_qupath(run_of, tmp_path, origin, corner):
-    study, run = run_of
+def test_outlines_written_by_predict_open_at_their_place_in_qupath(trained_run, tmp_path, origin, corner):
+    study, run = trained_run
     edit(site_file(study, "C1"), more=f'annotations_origin = "{origin}"\n' if origin else "")
     slide = scan_areas.scn(tmp_path / "x.scn", scan_areas.picture())
     (row,) = predict(study, run, site="C1", slides=[slide], out=tmp_path / "out")["slides"]
@@ -167,8 +167,8 @@ def test_what_predict_writes_opens_at_its_place_in_qupath(run_of, tmp_path, orig
         assert inside.min() >= 0 and inside.max() <= scan_areas.SIDE
 
 
-def test_a_mosaic_lies_within_the_mask_and_says_what_the_mask_is(tmp_path, tiny_weights):
-    study = study_of(tmp_path, scan_areas.scn, {"a": []}, label="negative")
+def test_a_mosaic_lies_within_the_mask_and_names_the_mask(tmp_path, tiny_weights):
+    study = make_outlined_study(tmp_path, scan_areas.scn, {"a": []}, label="negative")
     (tmp_path / "masks").mkdir()
     cell = box(1, 1, 5, 5, objectType="cell")
     (tmp_path / "masks/a.geojson").write_text(json.dumps([box(64, 64, 320, 448), cell]))

@@ -1,4 +1,4 @@
-"""The audit: attacks that find planted leaks, stay calm where there are none, and bound ε soundly."""
+"""Tests of the privacy audit: membership attacks, false alarms, lower bounds of ε and its report."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ def test_auroc_and_roc_are_those_of_sklearn_and_of_counting(n, m, n_values, seed
         assert found == pytest.approx(best) and found >= (members >= low).mean()
 
 
-def test_true_positives_at_few_false_alarms_ask_for_a_thousand_others():
+def test_true_positives_at_few_false_alarms_need_a_thousand_non_members():
     members, others = np.array([5.0, 0.5, 2.0, 990.5]), np.arange(1000.0)
     assert tpr_at_fpr(members, others[:999], 0.01) is None
     assert tpr_at_fpr(members, others, 0.01) == 0.25  # ten others lie above 989
@@ -93,7 +93,7 @@ def test_the_interval_redraws_whole_patients():
 
 
 def slow_p_value(m, r, v, epsilon, delta):
-    """Theorem 5.2 of Steinke, Nasr and Jagielski (2023), letter by letter."""
+    """Compute the p-value of theorem 5.2 of Steinke, Nasr and Jagielski (2023) term by term."""
     q = exp(epsilon) / (exp(epsilon) + 1)
 
     def f(at):
@@ -118,7 +118,7 @@ def test_p_values_are_those_of_the_theorem(data):
 
 @pytest.mark.parametrize("epsilon", [1.0, *nightly(0.0, 3.0)])
 def test_randomised_response_is_bounded_below_its_epsilon_and_not_far(epsilon):
-    """Its scores are the coins, each turned with probability 1 / (1 + e^ε): the worst (ε, 0) there is."""
+    """The scores are the coins, each flipped with probability 1 / (1 + e^ε): the worst (ε, 0) mechanism."""
     rng = np.random.default_rng(1)
     bounds = []
     for _ in range(60):
@@ -131,7 +131,7 @@ def test_randomised_response_is_bounded_below_its_epsilon_and_not_far(epsilon):
 
 
 def chance_of_refuting(m, epsilon, confidence):
-    """That randomised response is called broken, at most: the sum over the four shares of canaries guessed.
+    """Bound the chance of a false alarm for randomised response: the sum over the four shares of guessed canaries.
 
     A guess about it is right with probability e^ε / (1 + e^ε), whatever the other guesses.
     """
@@ -173,7 +173,7 @@ def test_coins_are_fair_and_never_the_same():
 
 
 @pytest.mark.parametrize("shape", [Images(3, 8), Vectors(20), Bags(5)])
-def test_canaries_are_made_again_from_their_seed_and_join_any_training_set(shape):
+def test_canaries_are_reproduced_from_their_seed_and_fit_any_training_set(shape):
     included = np.arange(10) % 3 == 0
     one, same, other = (build_canaries(seed, included, shape, 3) for seed in (5, 5, 6))
     rows = np.arange(10)
@@ -205,15 +205,15 @@ def models(document, name):
 
 
 @pytest.fixture(scope="module")
-def noisy(tmp_path_factory):
+def noisy_run(tmp_path_factory):
     """Two sites in strict mode with noise, 400 canaries each."""
     study = make_study(tmp_path_factory.mktemp("audit") / "study", n_sites=2)
     summary = trained(study, "proxyfl", *PLAN, "privacy.sigma=8.0")
     return study, summary, audit_run(study, summary["run"])
 
 
-def test_with_noise_the_bound_stays_below_epsilon(noisy):
-    study, summary, document = noisy
+def test_with_noise_the_bound_stays_below_epsilon(noisy_run):
+    study, summary, document = noisy_run
     for row, site in zip(summary["sites"], document["sites"], strict=True):
         said = [row[key] for key in ("guarantee", "canaries", "n_train", "n_units")]
         assert said == ["guaranteed", 400, 36, 436]
@@ -228,8 +228,8 @@ def test_with_noise_the_bound_stays_below_epsilon(noisy):
         assert rates == {1 / -(-436 // 64)}  # of rows and canaries, whatever the coins
 
 
-def test_a_bound_is_called_broken_at_the_level_of_all_models_of_the_run(noisy, monkeypatch):
-    study, summary, document = noisy
+def test_a_bound_is_called_broken_at_the_level_of_all_models_of_the_run(noisy_run, monkeypatch):
+    study, summary, document = noisy_run
     assert (document["confidence"], document["tests"], document["level"]) == (0.95, 2, 0.975)
     assert "2 models" in document["tested"] and "97.5 %" in document["tested"]
     assert "replaced by nothing" in document["adjacency"] and "group of two" in document["adjacency"]
@@ -253,22 +253,22 @@ def test_a_bound_is_called_broken_at_the_level_of_all_models_of_the_run(noisy, m
     audit_run(study, summary["run"])  # for the tests that follow
 
 
-def test_private_models_without_noise_give_their_canaries_away(noisy):
-    for model in models(noisy[2], "private"):
+def test_private_models_without_noise_reveal_their_canaries(noisy_run):
+    for model in models(noisy_run[2], "private"):
         assert model["canaries"]["epsilon_lower"] > 1 and model["canaries"]["accuracy"] > 0.6
 
 
 @pytest.mark.slow
-def test_without_noise_the_bound_exceeds_what_the_plan_with_noise_promises(noisy):
-    study, summary, _ = noisy
+def test_without_noise_the_bound_exceeds_the_epsilon_of_the_plan_with_noise(noisy_run):
+    study, summary, _ = noisy_run
     bare = trained(study, "proxyfl", *PLAN, "privacy.sigma=0.0")
     for model, row in zip(models(audit_run(study, bare["run"]), "proxy"), summary["sites"], strict=True):
         assert model["canaries"]["epsilon_lower"] > row["epsilon"]
         assert model["canaries"]["epsilon_upper"] is None
 
 
-def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
-    study, summary, _ = noisy
+def test_the_audited_proxy_is_the_last_one_released(noisy_run):
+    study, summary, _ = noisy_run
     run = RunFolder(study.root / summary["run"])
     party = RunContext.restore(study, run)
     for index, site in enumerate(party.sites):
@@ -279,8 +279,8 @@ def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
         assert released[-1] == f"model {digest_values(vector)}"
 
 
-def test_what_was_planted_stays_at_the_site_and_is_planted_again_after_a_restart(noisy):
-    study, summary, document = noisy
+def test_canaries_stay_at_the_site_and_are_planted_again_after_a_restart(noisy_run):
+    study, summary, document = noisy_run
     run = RunFolder(study.root / summary["run"])
     kept = run.site_folder("S0").read_document("canaries")
     assert kept["n"] == len(kept["coins"]) == 400 and set(kept["coins"]) == {"0", "1"}
@@ -294,8 +294,8 @@ def test_what_was_planted_stays_at_the_site_and_is_planted_again_after_a_restart
     assert str(again.seed) == kept["seed"]
 
 
-def test_the_report_shows_both_bounds_and_says_what_was_planted(noisy, capsys):
-    study, summary, document = noisy
+def test_the_report_shows_both_bounds_and_the_planted_canaries(noisy_run, capsys):
+    study, summary, document = noisy_run
     page = write_report(study, summary["run"]).read_text()
     assert 'id="audit"' in page and "ε between its bounds" in page and "400 at S0" in page
     proxy = models(document, "proxy")[0]["canaries"]
@@ -308,8 +308,8 @@ def test_the_report_shows_both_bounds_and_says_what_was_planted(noisy, capsys):
     assert document["tested"] in words and document["adjacency"] in words
 
 
-def test_the_command_prints_one_document(noisy, wsi_fl):
-    study, summary, document = noisy
+def test_the_command_prints_one_document(noisy_run, wsi_fl):
+    study, summary, document = noisy_run
     done = wsi_fl("audit", summary["run"], "--json", cwd=study.root)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == document
@@ -320,31 +320,31 @@ LEARNED = ["train.data=features", "model.private=mlp_head", "train.eval_every=10
 
 
 @pytest.fixture(scope="module")
-def unexplained(tmp_path_factory):
-    """Labels that nothing explains, each of a patient of its own."""
+def random_labels(tmp_path_factory):
+    """Random labels, one patient per row."""
     study, rng = make_study(tmp_path_factory.mktemp("leak") / "study", n_sites=1), np.random.default_rng(0)
     patients, splits = [f"p{k}" for k in range(120)], ["train"] * 80 + ["test"] * 40
     write_features(study, "S0", rng.normal(size=(120, 300)), rng.integers(2, size=120), patients, splits)
     return study
 
 
-def test_a_planted_leak_is_caught(unexplained):
-    """σ = 0 and labels that can only be learned by heart."""
+def test_a_planted_leak_is_caught(random_labels):
+    """Without noise, random labels are overfitted."""
     bare = ["privacy.enabled=false", "train.rounds=30", "audit.canaries=60"]
-    run = trained(unexplained, "regular", *LEARNED, *bare)["run"]
-    (model,) = models(audit_run(unexplained, run), "private")
+    run = trained(random_labels, "regular", *LEARNED, *bare)["run"]
+    (model,) = models(audit_run(random_labels, run), "private")
     own = model["membership"]["own"]
     assert (own["members"], own["non_members"]) == (80, 40)
     assert own["auroc"] > 0.8 and own["interval"][0] > 0.5 and own["alarm"] is True
     assert own["tpr_at_fpr"] == {"0.01": None, "0.001": None}
     assert model["canaries"]["epsilon_lower"] > 1
-    assert "its losses reveal members of the training data" in write_report(unexplained, run).read_text()
+    assert "its losses reveal members of the training data" in write_report(random_labels, run).read_text()
 
 
-def test_a_model_that_saw_next_to_nothing_raises_no_alarm(unexplained):
+def test_a_barely_trained_model_raises_no_alarm(random_labels):
     noise = ["privacy.sigma=100.0", "train.rounds=1", "privacy.insecure_seed=1", "train.lr=1e-6"]
-    run = trained(unexplained, "regular", *LEARNED, *noise, "audit.canaries=400")["run"]
-    document = audit_run(unexplained, run)
+    run = trained(random_labels, "regular", *LEARNED, *noise, "audit.canaries=400")["run"]
+    document = audit_run(random_labels, run)
     (model,) = models(document, "private")
     assert model["membership"]["own"]["alarm"] is False
     assert model["canaries"]["epsilon_lower"] < 0.5
@@ -373,8 +373,8 @@ def test_every_kind_of_model_is_attacked(pair, method, names):
 OTHER = ("the private model of S0 differs from this run's", "put its backup back")
 
 
-def another_release(run):
-    """Puts other tensors into the place of what left last."""
+def replace_release(run):
+    """Replace the tensors of the last release."""
     folder = RunFolder(run).site_folder("S0")
     number = folder.list_checkpoints()[-1]
     tensors, document = folder.load_checkpoint(number)
@@ -382,7 +382,7 @@ def another_release(run):
     save_tensors(folder.checkpoint_path(number), others | {"proxy/model/x": torch.ones(3)}, document)
 
 
-def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
+def test_a_run_that_cannot_be_audited_is_refused_in_one_line(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     run = trained(study, "regular", "train.rounds=1")["run"]
     assert audit_run(study, run)["sites"][0]["models"][0]["canaries"] is None
@@ -400,11 +400,11 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
     ("damage", "words"),
     [
         (lambda run: save_tensors(run / "sites/S0/private.safetensors", {"x": torch.ones(3)}, {}), OTHER),
-        (another_release, ("the proxy model of S0 differs from this run's",)),
+        (replace_release, ("the proxy model of S0 differs from this run's",)),
     ],
 )
-def test_a_damaged_run_is_said_in_one_line(noisy, tmp_path, damage, words):
-    study, summary, _ = noisy
+def test_a_damaged_run_is_reported_in_one_line(noisy_run, tmp_path, damage, words):
+    study, summary, _ = noisy_run
     copy = Study(shutil.copytree(study.root, tmp_path / "study"))
     damage(copy.find_run(summary["run"]))
     refused(lambda: audit_run(copy, summary["run"]), *words, error=WsiFlError)
@@ -426,7 +426,7 @@ def finished(tmp_path_factory):
         ("private.safetensors", "proxy", "the private model of S0 differs from this run's"),
     ],
 )
-def test_what_a_run_left_is_looked_at_before_it_is_believed(finished, place, content, words):
+def test_files_of_a_run_are_checked_before_they_are_audited(finished, place, content, words):
     study, run = finished
     path = study.root / run / "sites" / "S0" / place
     kept = path.read_bytes()
@@ -443,7 +443,7 @@ def test_what_a_run_left_is_looked_at_before_it_is_believed(finished, place, con
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "null", '{"run": 1, "sites": [], "digest": "x"}'])
-def test_an_audit_that_was_changed_is_not_reported(finished, content):
+def test_an_edited_audit_is_not_reported(finished, content):
     study, run = finished
     path = study.root / run / "audit" / "audit.json"
     if not path.exists():
@@ -463,7 +463,7 @@ def test_an_audit_that_was_changed_is_not_reported(finished, content):
         ("replay", ["privacy.enabled=false"], False),
     ],
 )
-def test_canaries_are_advised_where_a_run_may_have_them(pair, method, overrides, accepted):
+def test_canaries_are_advised_exactly_where_a_run_allows_them(pair, method, overrides, accepted):
     party = RunContext.create(pair, pair.load_pipeline("small", overrides), method)
     assert stage._can_plant_canaries(party) is accepted
     try:
@@ -476,7 +476,7 @@ def test_canaries_are_advised_where_a_run_may_have_them(pair, method, overrides,
         assert accepted
 
 
-def test_a_hospital_audits_its_own_part(pair):
+def test_a_hospital_audits_its_local_part_of_a_run(pair):
     run = trained(pair, "regular", "train.rounds=1", "audit.canaries=4")["run"]
     for name in ("S0", "S1"):
         file = pair.root / "sites" / f"{name}.toml"

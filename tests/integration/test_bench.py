@@ -1,4 +1,4 @@
-"""`wsi-fl bench`: methods on hospitals drawn from a table of features."""
+"""Tests of `wsi-fl bench`: methods on hospitals drawn from a table of features."""
 
 import pickle
 import re
@@ -40,7 +40,7 @@ def npz(tmp_path):
     return tmp_path / "features.npz"
 
 
-def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_where_its_method_has_changed(
+def test_every_hospital_has_a_row_and_results_are_recomputed_only_for_changed_methods(
     npz, tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "bench.csv"
@@ -75,14 +75,14 @@ def test_every_hospital_has_a_line_and_what_is_there_is_computed_again_only_wher
     refused(lambda: run_benchmark(npz, **asked, unit="patient"), "another table or unit")
 
 
-def test_who_has_one_class_alone_gains_and_pooled_is_best(npz, tmp_path):
+def test_hospitals_with_a_single_class_gain_and_pooled_training_is_best(npz, tmp_path):
     asked = {"methods": ["oneshot"], "cells": parse_cells("2x12", "1"), "epsilons": [8.0], "seeds": 2}
     (one,) = run_benchmark(npz, out=tmp_path / "b.csv", **asked)["cells"]
     assert one["local"] == pytest.approx(0.5) and one["pooled"] > 0.7 and one["gain"] > 0.1
 
 
 @pytest.mark.parametrize("skew", ["alike", "missing-class", "0.75"])
-def test_hospitals_and_test_share_no_patient(skew):
+def test_hospitals_and_the_test_set_share_no_patient(skew):
     x, y, patient = table()
     sites, test = sample_sites(FeatureTable(x, y, patient, ("a", "b")), SamplingCell(3, 8, skew), seed=0)
     parts = [set(part.patient) for part in (*sites, test)]
@@ -92,19 +92,19 @@ def test_hospitals_and_test_share_no_patient(skew):
     assert shares == {"alike": [0.5] * 3, "missing-class": [0.5, 0.5, 0.0], "0.75": [0.75, 0.25, 0.75]}[skew]
 
 
-def test_tables_of_all_forms_say_the_same(tmp_path, npz):
+def test_tables_of_all_file_formats_give_the_same_result(tmp_path, npz):
     x, y, patient = table()
     lines = ["label,patient," + ",".join(f"f{k}" for k in range(x.shape[1]))]
     lines += [",".join([str(b), c, *map(repr, map(float, a))]) for a, b, c in zip(x, y, patient, strict=True)]
     (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
     found = read_table(tmp_path / "t.csv")
     assert np.array_equal(found.x, x) and np.array_equal(found.y, y) and list(found.patient) == list(patient)
-    slides = read_table(*of_tridents(tmp_path / "trident", [f"s{k},{'ab'[k % 2]}" for k in range(6)]))
+    slides = read_table(*write_trident_folder(tmp_path / "trident", [f"s{k},{'ab'[k % 2]}" for k in range(6)]))
     assert np.allclose(slides.x, x[:6] + 1) and slides.classes == ("a", "b") and list(slides.y) == [0, 1] * 3
 
 
-def of_tridents(folder, labels, n=6):
-    """A folder of TRIDENT's with n slides, and its table."""
+def write_trident_folder(folder, labels, n=6):
+    """Write a TRIDENT folder of n slides and its table."""
     (folder / "features_uni").mkdir(parents=True)
     for k, row in enumerate(table()[0][:n]):
         with h5py.File(folder / "features_uni" / f"s{k}.h5", "w") as file:
@@ -113,9 +113,9 @@ def of_tridents(folder, labels, n=6):
     return folder, folder / "labels.csv"
 
 
-def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, capsys):
+def test_slides_without_a_row_are_excluded_by_name(tmp_path, monkeypatch, capsys):
     named = [f"s{k}.svs,{'ab'[k % 2]}" for k in range(40)]
-    folder, labels = of_tridents(tmp_path / "job", [*named, "s40,", "z.svs,a"], n=42)
+    folder, labels = write_trident_folder(tmp_path / "job", [*named, "s40,", "z.svs,a"], n=42)
     with h5py.File(folder / "features_uni" / "s1.h5", "a") as file:
         file["features"][0, 0] = np.nan
     monkeypatch.setattr(module, "_HYPERPARAMETERS", ((1, 1e-2),))
@@ -141,7 +141,7 @@ def test_slides_that_give_no_row_are_set_aside_by_name(tmp_path, monkeypatch, ca
     refused(lambda: read_table(tmp_path / "t.csv"), "t.csv: labels Carcinoma, carcinoma differ in case only")
 
 
-def test_a_store_gives_a_row_for_each_patch_that_has_a_label_of_its_own_and_else_for_each_slide(tmp_path):
+def test_a_store_gives_a_row_per_labelled_patch_and_otherwise_per_slide(tmp_path):
     x, y, patient = table(12)
     bags = [Bag(x[:8], np.zeros((8, 2), np.int64)), Bag(x[8:], np.zeros((4, 2), np.int64))]
     slide = np.repeat(["a", "b"], [8, 4])
@@ -168,13 +168,13 @@ def test_a_store_gives_a_row_for_each_patch_that_has_a_label_of_its_own_and_else
         ({"unit": "slide"}, "--unit"),
     ],
 )
-def test_what_does_not_go_is_refused_in_one_line(npz, tmp_path, ask, words):
+def test_impossible_options_are_refused_in_one_line(npz, tmp_path, ask, words):
     asked = {"cells": parse_cells("2x8", "alike"), "out": tmp_path / "b.csv", **ask}
     refused(lambda: run_benchmark(npz, **asked), words)
     assert not (tmp_path / "b.csv").exists()
 
 
-def test_cells_that_mean_nothing_are_refused():
+def test_meaningless_cells_of_a_table_are_refused():
     for sizes, skew in (("4", "alike"), ("1x50", "alike"), ("4x50", "2"), ("4x50", "some")):
         refused(lambda sizes=sizes, skew=skew: parse_cells(sizes, skew), "--")
 
@@ -188,7 +188,7 @@ def forget_plugins():
         known.cache_clear()
 
 
-def test_the_method_of_the_page_stands_in_the_same_table(npz, tmp_path, monkeypatch):
+def test_the_example_method_of_the_documentation_is_a_row_of_the_same_table(npz, tmp_path, monkeypatch):
     toml, python = (re.search(rf"```{kind}\n(.+?)```", PAGE, re.DOTALL)[1] for kind in ("toml", "python"))
     groups = tomllib.loads(toml)["project"]["entry-points"]
     monkeypatch.setattr(module, "_HYPERPARAMETERS", ((2, 1e-2),))
@@ -241,15 +241,15 @@ def test_arrays_that_are_no_table_are_refused_in_one_line(tmp_path, changes, wor
     refused(lambda: read_table(tmp_path / "t.npz"), "t.npz", words)
 
 
-def zipped(path, **members):
+def write_zip(path, **members):
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members.items():
             archive.writestr(name, data)
 
 
-def test_a_file_of_other_bytes_is_refused_and_nothing_in_it_is_run(tmp_path):
+def test_a_pickled_or_foreign_file_is_refused_and_its_code_never_runs(tmp_path):
     pickled = pickle.dumps([1, 2])
-    zipped(tmp_path / "raw.npz", x=pickled, y=pickled)
+    write_zip(tmp_path / "raw.npz", x=pickled, y=pickled)
     (tmp_path / "pickle.npz").write_bytes(pickled)
     np.save(tmp_path / "one.npy", np.zeros(3))
     (tmp_path / "one.npy").rename(tmp_path / "one.npz")
@@ -260,7 +260,7 @@ def test_a_file_of_other_bytes_is_refused_and_nothing_in_it_is_run(tmp_path):
         refused(lambda name=name: read_table(tmp_path / f"{name}.npz"), "not a file of NumPy with x and y")
 
 
-def test_rows_without_a_label_are_set_aside_and_nobody_is_called_nan(tmp_path):
+def test_rows_without_a_label_are_excluded_and_no_class_is_called_nan(tmp_path):
     y = np.array(["a", "b"] * 20, "<U2")
     y[:3] = ["NA", "-", "n"]
     np.savez(tmp_path / "t.npz", **arrays(y=y, patient=np.array(["nan", "p"] * 20)))
@@ -280,14 +280,14 @@ def test_rows_without_a_label_are_set_aside_and_nobody_is_called_nan(tmp_path):
         ("label,f\na,\nb,1\nc,2", ("line 2", "f is ''", "or the row"), "label,f\nb,1\nc,2"),
     ],
 )
-def test_a_csv_with_what_is_no_number_says_what_to_do_and_that_works(tmp_path, text, words, mended):
+def test_a_csv_with_text_cells_is_refused_with_advice_that_works(tmp_path, text, words, mended):
     (tmp_path / "t.csv").write_text(text)
     refused(lambda: read_table(tmp_path / "t.csv"), *words)
     (tmp_path / "t.csv").write_text(mended)
     assert len(read_table(tmp_path / "t.csv").y) == 2
 
 
-def test_a_method_that_is_measured_anyway_is_not_asked_for(npz, tmp_path):
+def test_a_method_that_is_always_measured_cannot_be_requested(npz, tmp_path):
     asked = {"out": tmp_path / "o.csv", "cells": parse_cells("2x8", "alike"), "seeds": 1}
     for name in ("regular", "joint"):
         refused(
@@ -297,7 +297,7 @@ def test_a_method_that_is_measured_anyway_is_not_asked_for(npz, tmp_path):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A small result, and how it was asked for."""
+    """A small result and the arguments of its benchmark."""
     folder = tmp_path_factory.mktemp("measured")
     x, y, patient = table()
     np.savez(folder / "features.npz", x=x, y=y, patient=patient)
@@ -307,7 +307,7 @@ def measured(tmp_path_factory):
 
 
 @pytest.mark.parametrize("hurt", ["lost", "twice", "number", "cut", "other hospital", "above 1", "swapped"])
-def test_lines_of_a_result_that_are_lost_doubled_or_damaged_are_made_anew(measured, tmp_path, hurt, capsys):
+def test_lost_doubled_or_damaged_lines_of_a_result_are_recomputed(measured, tmp_path, hurt, capsys):
     folder, asked = measured
     for name in ("out.csv", "out.json"):
         shutil.copy(folder / name, tmp_path / name)
@@ -325,14 +325,14 @@ def test_lines_of_a_result_that_are_lost_doubled_or_damaged_are_made_anew(measur
         "swapped": [lines[1].replace(",S1,", ",S2,")],
     }[hurt]
     out.write_text("\n".join([lines[0], *changed, *lines[2:]]) + "\n")
-    run_benchmark(folder / "features.npz", out=out, **asked, watcher=Said())
+    run_benchmark(folder / "features.npz", out=out, **asked, watcher=RecordingReporter())
     kept = [line.rsplit(",", 1)[0] for line in lines]  # without the seconds
     assert [line.rsplit(",", 1)[0] for line in out.read_text().splitlines()] == kept
-    assert any("are computed again" in line for line in Said.lines)
+    assert any("are computed again" in line for line in RecordingReporter.lines)
 
 
-class Said(SilentProgress):
-    """A watcher that remembers what it was told."""
+class RecordingReporter(SilentProgress):
+    """A progress reporter that keeps its messages."""
 
     lines: list[str] = []  # noqa: RUF012 of all of them
 
@@ -340,7 +340,7 @@ class Said(SilentProgress):
         self.lines.append(line)
 
 
-def test_another_table_in_the_place_of_a_result_is_refused(measured, tmp_path):
+def test_a_foreign_table_in_place_of_a_result_is_refused(measured, tmp_path):
     folder, asked = measured
     out = tmp_path / "out.csv"
     for data in (b"a,b\n1,2\n", b"", "method,epsilon\n".encode("utf-16"), b"\0\1"):

@@ -1,8 +1,8 @@
-"""A random walk over what an ordinary user can do to a hospital's budget: what was sent never costs more than it.
+"""Random walks over the actions of a user: the releases of a hospital never cost more than its budget.
 
-The hospital S0 has max_epsilon = 3 at δ = 1e-5 and one ledger for two studies; S1 is a simulated peer. What was spent
-is counted without the ledger: the steps that trainers really took, of every release that really reached a peer, are
-composed by another accountant (dp-accounting).
+The hospital S0 has max_epsilon = 3 at δ = 1e-5 and one ledger for two studies; S1 is a simulated peer. The spent
+budget is counted without the ledger: another accountant (dp-accounting) composes the steps of the trainers for every
+release that reached a peer.
 """
 
 import shutil
@@ -60,21 +60,21 @@ SITE = {
 
 
 class Nothing(Exception):
-    """There is none of what an act needs."""
+    """An action lacks an object to act on."""
 
 
 class Killed(BaseException):
-    """SIGKILL, as far as a process can play it to itself."""
+    """A simulated SIGKILL within the process."""
 
 
 class Observed:
-    """What was really done at S0 and what of it reached a peer."""
+    """The steps taken at S0 and the releases that reached a peer."""
 
     def __init__(self, patch):
         self.steps, self.costs, self.sent, self.deadly, rate = [], {}, {}, None, []
 
         def instead(where, name):
-            """Puts a function, which is given the real one, in the place of it."""
+            """Replace a function by one that receives the original."""
 
             def decorate(made):
                 real = getattr(where, name)
@@ -137,14 +137,14 @@ class Observed:
                 raise Killed
 
     def note(self, sha):
-        """A relayed mixture is none of the site's releases, and costs nothing more."""
+        """Record a message; a relayed mixture is not a release of the site and costs no extra budget."""
         if ("S0", sha) in self.costs:
             self.sent[sha] = self.costs["S0", sha]
 
     def epsilon(self):
-        """ε of everything that was sent, at the hospital's δ, by privacy loss distributions and by Rényi divergences.
+        """Compute ε of all releases at the hospital's δ, by privacy loss distributions and by Rényi divergences.
 
-        The former is the tightest bound there is. The latter is what the ledger says, to the four digits to which the
+        The former is the tightest known bound. The latter is the value of the ledger, to the four digits to which the
         two libraries agree.
         """
         steps = Counter(step for steps in self.sent.values() for step in steps)
@@ -181,7 +181,7 @@ class Walk:
         work_as_rank(study, run, LocalComm(len(running)), SilentProgress())
 
     def pick(self, options):
-        """One of them; an act that needs one of none is none."""
+        """Draw an item; raise `Nothing` where there is none."""
         if not len(options):
             raise Nothing
         return options[int(self.rng.integers(len(options)))]
@@ -245,7 +245,7 @@ class Walk:
         release_statistics(study, site="S0", repeat=bool(self.rng.random() < 0.5), overrides=overrides)
 
     def edit_site(self, study):
-        """Tries another site file, and puts the hospital's own back."""
+        """Try another site file, then restore the original."""
         before = self.pick(sorted(SITE))
         self.write_site(study.root, self.site.replace(before, self.pick(SITE[before])))
         try:
@@ -259,7 +259,7 @@ class Walk:
             shutil.copytree(what, self.backups / f"{len(list(self.backups.glob('*')))}-{what.name}")
 
     def restore(self, study):
-        """Puts an older ledger, part of a run or study back, works with it, and mends what was refused."""
+        """Restore an older ledger, part of a run or study, work with it, and repair it after a refusal."""
         what = self.pick(["budget", study.root.name])
         backup = self.pick(sorted(self.backups.glob(f"*-{what}")))
         target = self.ledger.parent if what == "budget" else study.root
@@ -271,7 +271,7 @@ class Walk:
         self.try_and_put_back(study, newest)
 
     def damage(self, study):
-        """Empties, cuts or deletes the ledger, tries, and puts the newest back."""
+        """Empty, cut or delete the ledger, try an action, then restore the newest ledger."""
         if not self.ledger.exists():
             raise Nothing
         whole = self.ledger.read_bytes()
@@ -281,7 +281,7 @@ class Walk:
         self.try_and_put_back(study, whole)
 
     def try_and_put_back(self, study, newest):
-        """What was refused is mended with the newest backup; nothing may have been written on an older one."""
+        """Try an action on an older backup; after a refusal require unchanged files and restore the newest backup."""
         try:
             self.try_something(study)
         finally:
@@ -291,7 +291,7 @@ class Walk:
                 self.ledger.write_bytes(newest)
 
     def new_study(self, study):
-        """A third folder, with the stores of another."""
+        """Make a third study with the stores of another."""
         fresh = self.root / "C"
         shutil.rmtree(fresh, ignore_errors=True)
         source = self.root / self.pick("AB")
@@ -307,7 +307,7 @@ ACTS = (
 
 
 def write_random_features(study):
-    """Random features of the patches of S0, for `release`."""
+    """Write random features of the patches of S0, for `release`."""
     with open_store(study, "S0") as store:
         meta, table = store.meta, store.table
     x = np.random.default_rng(0).normal(size=(len(table), 6)).astype(np.float32)
@@ -325,14 +325,14 @@ def walk(root, seed, steps, patch):
     return walker, spent[1]
 
 
-def test_some_steps_of_an_ordinary_user_never_spend_more_than_the_budget(tmp_path, monkeypatch):
+def test_a_short_random_walk_never_spends_more_than_the_budget(tmp_path, monkeypatch):
     _, spent = walk(tmp_path, 1, 12, monkeypatch)
     assert spent > 0.2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_500_steps_of_an_ordinary_user_never_spend_more_than_the_budget(tmp_path, monkeypatch, seed):
+def test_a_random_walk_of_500_steps_never_spends_more_than_the_budget(tmp_path, monkeypatch, seed):
     walker, spent = walk(tmp_path, seed, 500, monkeypatch)
     assert spent > 1.0
     assert {how for _, how in walker.did} >= {"done", "refused", "killed"}

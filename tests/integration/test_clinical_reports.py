@@ -1,4 +1,4 @@
-"""`clinical` and `plan-size` of a study that was trained: by patient and by group; document, console and report."""
+"""Tests of `clinical` and `plan-size` by patient and by group: document, console and report."""
 
 import json
 
@@ -17,8 +17,8 @@ from wsi_fl.stages.training.train import train_series
 
 
 @pytest.fixture(scope="module")
-def described(tmp_path_factory):
-    """(study, run): two hospitals of 40 + 30 patients of two patches each, whose tables say the scanner."""
+def clinical_study(tmp_path_factory):
+    """(study, run): two hospitals of 40 + 30 patients with two patches each and a table of scanners."""
     study = make_study(tmp_path_factory.mktemp("clinical") / "study", n_sites=2)
     rng = np.random.default_rng(5)
     for k in range(2):
@@ -36,21 +36,21 @@ def described(tmp_path_factory):
     return study, run
 
 
-def by_hand(study, run, site):
-    """(truth, score) of each patient of predictions.csv."""
+def read_scores(study, run, site):
+    """Return truth and score of each patient from predictions.csv."""
     found = {}
     for row in answers(study.root / run, site):
         found.setdefault(row["patient"], []).append((row["truth"] == "tumor", float(row["p_tumor"])))
     return np.array([np.mean(values, axis=0) for values in found.values()]).T
 
 
-def test_patients_are_counted_and_not_their_patches(described):
-    study, run = described
+def test_patients_are_counted_and_not_their_patches(clinical_study):
+    study, run = clinical_study
     document = describe_clinically(study, [run], prevalence=0.1)
     kept = json.loads((study.root / run / "clinical.json").read_text())
     assert kept.pop("digest") and kept == document
     for row in document["sites"]:
-        one, (truth, score) = row["classes"]["tumor"], by_hand(study, run, row["site"])
+        one, (truth, score) = row["classes"]["tumor"], read_scores(study, run, row["site"])
         assert (row["on"], row["unit"], one["n"], one["cases"]) == ("merged", "patient", 60, truth.sum())
         assert one["auroc"]["value"] == pytest.approx(roc_auc_score(truth, score))
         sensitivity, specificity = (recall_score(truth, score >= 0.5, pos_label=label) for label in (1, 0))
@@ -59,8 +59,8 @@ def test_patients_are_counted_and_not_their_patches(described):
         assert one["at_prevalence"]["ppv"]["value"] == pytest.approx(ppv)
 
 
-def test_small_groups_are_not_told(described, wsi_fl):
-    study, run = described
+def test_small_groups_are_not_reported(clinical_study, wsi_fl):
+    study, run = clinical_study
     document = describe_clinically(study, [run], by="scanner", least=10)
     groups = document["sites"][0]["classes"]["tumor"]["subgroups"]
     assert groups["old"]["n"] == 52 and groups["new"] is None
@@ -76,8 +76,8 @@ def test_small_groups_are_not_told(described, wsi_fl):
     refused(lambda: describe_clinically(study, [run], prevalence=1.0), "a share between 0 and 1")
 
 
-def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(described):
-    study, run = described
+def test_groups_are_matched_by_patient_where_a_table_names_the_slides_too(clinical_study):
+    study, run = clinical_study
     for k in range(2):  # two slides of each patient, who agree but for the last patient
         rows = [f"s{k}.{i}.{n}.svs,h{k}p{i},{'mf'[i % 2 or (i == 68 and n)]}" for i in range(40, 70) for n in (0, 1)]
         (study.root / f"S{k}.csv").write_text("\n".join(["slide,patient,sex", *rows]) + "\n")
@@ -90,7 +90,7 @@ def test_groups_are_found_by_patient_where_a_table_names_the_slides_too(describe
 
 
 @pytest.mark.parametrize("classes", [("a", "b"), ("a", "b", "c")])
-def test_the_page_says_from_when_on_a_class_is_called(classes, tmp_path, monkeypatch):
+def test_the_page_shows_the_threshold_from_which_a_class_is_predicted(classes, tmp_path, monkeypatch):
     study, rng = make_study(tmp_path / "study", n_sites=1), np.random.default_rng(0)
     monkeypatch.setattr("conftest.CLASSES", classes)
     labels = np.arange(90) % len(classes)
@@ -104,8 +104,8 @@ def test_the_page_says_from_when_on_a_class_is_called(classes, tmp_path, monkeyp
     assert ("The predicted class is the most probable one" in page) == (len(classes) == 3)
 
 
-def test_folds_are_taken_together(described, wsi_fl):
-    study, run = described
+def test_folds_are_reported_together(clinical_study, wsi_fl):
+    study, run = clinical_study
     train_series(study, method="regular", overrides=[*ALONE, "train.folds=3"], backend="local")
     runs = sorted(path.name for path in study.runs_path.iterdir())[-3:]
     for name in runs:
@@ -113,7 +113,7 @@ def test_folds_are_taken_together(described, wsi_fl):
     document = describe_clinically(study, ["2-4"])
     for row in document["sites"]:
         one = row["classes"]["tumor"]
-        parts = [by_hand(study, f"runs/{name}", row["site"]) for name in runs]
+        parts = [read_scores(study, f"runs/{name}", row["site"]) for name in runs]
         truth, score = (np.concatenate(column) for column in zip(*parts, strict=True))
         assert (one["n"], document["folds"]) == (140, 3)  # each patient of both hospitals once
         assert one["auroc"]["value"] == pytest.approx(roc_auc_score(truth, score))
@@ -122,7 +122,7 @@ def test_folds_are_taken_together(described, wsi_fl):
     refused(lambda: describe_clinically(study, [run, "2"]), "folds")
 
 
-def test_how_many_patients_it_takes(wsi_fl, tmp_path):
+def test_plan_size_computes_the_number_of_patients_needed(wsi_fl, tmp_path):
     given = ("--prevalence", "0.2", "--auroc", "0.85", "--sensitivity", "0.9")
     document = json.loads(wsi_fl("plan-size", *given, "--json", cwd=tmp_path).stdout)
     assert document["needed"]["sensitivity"] == 692  # 0.9 · 0.1 / (0.05 / 1.96)² / 0.2
@@ -143,6 +143,6 @@ def test_how_many_patients_it_takes(wsi_fl, tmp_path):
         *(("sensitivity", "1e-320"), ("specificity", "1")),
     ],
 )
-def test_what_asks_for_more_patients_than_there_are_people_is_refused(option, value):
+def test_a_plan_for_more_patients_than_people_exist_is_refused(option, value):
     asked = {"prevalence": 0.2, "area": 0.8} | {"area" if option == "auroc" else option: float(value)}
     refused(lambda: plan_size(asked.pop("prevalence"), asked.pop("area"), **asked), f"--{option} ", "between")

@@ -1,4 +1,4 @@
-"""`compare`: paired tests against their definition, rows from runs, the baseline that is always there, the page."""
+"""Tests of `compare`: paired tests, rows of methods, the local baseline, verdicts and the page."""
 
 import copy
 import html
@@ -54,7 +54,7 @@ def run(study, method, *overrides):
 
 @pytest.fixture(scope="module")
 def series(tmp_path_factory):
-    """(study, document) of two methods with three seeds each, whose baseline was still to be trained."""
+    """(study, document) of two methods with three seeds each and a baseline trained by `compare`."""
     study = make_study(tmp_path_factory.mktemp("compare") / "study", n_sites=3)
     for seed in range(3):
         for method in ("proxyfl", "fedavg"):
@@ -66,7 +66,7 @@ def evaluation(study, name):
     return json.loads((study.runs_path / name / "evaluation.json").read_text())
 
 
-def row_of(document, method):
+def find_row(document, method):
     (row,) = [row for row in document["rows"] if row["method"] == method]
     return row
 
@@ -92,7 +92,7 @@ def test_rows_hold_mean_and_sd_over_sites_and_seeds(series):
 def test_rows_hold_privacy_and_communication(series):
     study, document = series
     summaries = [json.loads(path.read_text()) for path in study.runs_path.glob("*-proxyfl-*/summary.json")]
-    proxyfl, fedavg, alone = (row_of(document, method) for method in ("proxyfl", "fedavg", "regular"))
+    proxyfl, fedavg, alone = (find_row(document, method) for method in ("proxyfl", "fedavg", "regular"))
     assert (proxyfl["dp"], proxyfl["guarantee"]) == (True, "guaranteed")
     assert proxyfl["epsilon"] == max(site["epsilon"] for s in summaries for site in s["sites"])
     assert (alone["dp"], alone["guarantee"], alone["epsilon"]) == (False, "none", None)
@@ -129,10 +129,10 @@ def test_differences_are_paired_by_seed_and_corrected(series):
         assert [test["p_holm"] for test in tests] == holm_adjust([test["p"] for test in tests])
 
 
-def test_a_missing_baseline_is_trained_like_the_runs_and_found_the_next_time(series):
+def test_a_missing_baseline_is_trained_like_the_runs_and_reused_the_next_time(series):
     study, document = series
     trained = sorted(study.runs_path.glob("*-regular-*"))
-    assert [path.name for path in trained] == row_of(document, "regular")["runs"]
+    assert [path.name for path in trained] == find_row(document, "regular")["runs"]
     assert "seeds 0, 1, 2 was trained for this comparison" in document["notes"][0]
     for path in trained:
         config = (path / "config.toml").read_text()
@@ -146,13 +146,13 @@ def test_a_missing_baseline_is_trained_like_the_runs_and_found_the_next_time(ser
 
 def test_the_first_run_is_the_reference_and_may_be_the_baseline(series):
     study, document = series
-    first = row_of(document, "regular")["runs"][0]
+    first = find_row(document, "regular")["runs"][0]
     turned = compare_methods(study, [first, "00001", "runs/*-fedavg-*"])
     assert turned["reference"] == turned["baseline"] == "Regular without DP"
     units = {t["a"]: t["unit"] for t in turned["paired"] if t["metric"] == "auroc"}
     assert units == {"FedAvg with DP": "seed", "ProxyFL with DP": "site"}
     assert any("fewer than three common seeds" in note for note in turned["notes"])
-    assert row_of(turned, "regular")["seeds"] == [0, 1, 2], "completed for the seeds of the others"
+    assert find_row(turned, "regular")["seeds"] == [0, 1, 2], "completed for the seeds of the others"
 
 
 def drawn_in_colour(image):
@@ -184,7 +184,7 @@ def test_page_figure_and_table_are_written(series):
     assert {row["method"] for row in rows if row["epsilon"] == ""} == {"regular"}
 
 
-def test_what_joining_brings_is_paired_by_seed_and_patch(series):
+def test_the_benefit_of_federation_is_paired_by_seed_and_patch(series):
     found = (document := series[1])["benefit"]
     assert [found[kind] for kind in KINDS] == [document["baseline"], "ProxyFL with DP", None]
     assert [site["site"] for site in found["sites"]] == ["S0", "S1", "S2"]
@@ -204,8 +204,8 @@ def test_what_joining_brings_is_paired_by_seed_and_patch(series):
 
 
 @pytest.fixture
-def copied(series, tmp_path):
-    """A copy of the study that a test may change."""
+def study_copy(series, tmp_path):
+    """A copy of the study for a test to change."""
     shutil.copytree(series[0].root, tmp_path / "study")
     return type(series[0])(tmp_path / "study")
 
@@ -215,8 +215,8 @@ def newer_than(path, other):
     os.utime(path, (later, later))
 
 
-def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
-    study, document = copied, series[1]
+def test_a_dropped_out_site_is_excluded_from_both_sides_of_a_pair(series, study_copy):
+    study, document = study_copy, series[1]
     folder = study.runs_path / "00002-fedavg-small"
     for name, more in (("evaluation", {}), ("summary", {"lost": ["S0"]})):
         whole = json.loads((folder / f"{name}.json").read_text())
@@ -224,10 +224,10 @@ def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
     newer_than(folder / "evaluation.json", folder / "summary.json")
     found = compare_methods(study, ["1-6"])
     assert "Dropped out during training in some run: S0." in found["notes"]
-    assert row_of(found, "fedavg")["accuracy"]["n"] == 8
+    assert find_row(found, "fedavg")["accuracy"]["n"] == 8
 
     def means(method, seed, sites):
-        run = row_of(document, method)["runs"][seed]
+        run = find_row(document, method)["runs"][seed]
         return np.mean([s["accuracy"] for s in evaluation(study, run)["sites"] if s["site"] in sites])
 
     both = [("S1", "S2"), ("S0", "S1", "S2"), ("S0", "S1", "S2")]
@@ -238,13 +238,13 @@ def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, copied):
 
 
 @pytest.mark.slow
-def test_a_run_that_went_on_after_its_evaluation_is_evaluated_again(series, copied):
-    study, document = copied, series[1]
+def test_a_run_resumed_after_its_evaluation_is_evaluated_again(series, study_copy):
+    study, document = study_copy, series[1]
     folder = study.runs_path / "00002-fedavg-small"
     early = evaluation(study, folder.name)
     write_sealed(folder / "evaluation.json", early | {"sites": early["sites"][:1]})
     newer_than(folder / "summary.json", folder / "evaluation.json")
-    assert row_of(compare_methods(study, ["1-6"]), "fedavg")["accuracy"] == row_of(document, "fedavg")["accuracy"]
+    assert find_row(compare_methods(study, ["1-6"]), "fedavg")["accuracy"] == find_row(document, "fedavg")["accuracy"]
 
 
 def test_differing_settings_make_rows_and_labels(pair):
@@ -263,7 +263,7 @@ def test_differing_settings_make_rows_and_labels(pair):
     assert "train.alpha=0.3" in Document((pair.root / document["page"]).read_text()).text
 
 
-def test_hospitals_alone_that_were_not_tuned_stand_beside_the_tuned_ones_that_are_missing(pair):
+def test_an_untuned_local_baseline_is_listed_beside_the_missing_tuned_one(pair):
     name = run(pair, "regular", "train.tune=false", "privacy.enabled=false")
     document = compare_methods(pair, [name], baseline=False)
     mine, missing = sorted(document["rows"], key=lambda row: not row["seeds"])
@@ -275,7 +275,7 @@ def test_hospitals_alone_that_were_not_tuned_stand_beside_the_tuned_ones_that_ar
 def test_a_baseline_left_out_is_null_and_its_command_is_named(pair):
     name = run(pair, "proxyfl", "train.seed=4")
     document = compare_methods(pair, [name], baseline=False)
-    row = row_of(document, "regular")
+    row = find_row(document, "regular")
     assert document["baseline"] == row["label"] == document["rows"][-1]["label"]
     assert row["accuracy"] == {"mean": None, "sd": None, "n": 0}
     assert (row["seeds"], row["runs"], row["communication"]["bytes"]) == ([], [], None)
@@ -285,18 +285,18 @@ def test_a_baseline_left_out_is_null_and_its_command_is_named(pair):
     words = shlex.split(re.search("`(.*)`", document["notes"][0])[1])
     assert words[:6] == ["wsi-fl", "train", "--method", "regular", "--pipeline", "small"]
     trained(pair, "regular", *words[7::2])
-    assert row_of(compare_methods(pair, [name], baseline=False), "regular")["seeds"] == [4]
+    assert find_row(compare_methods(pair, [name], baseline=False), "regular")["seeds"] == [4]
 
 
 @pytest.mark.slow
 def test_without_its_pipeline_the_baseline_is_trained_from_the_run(pair):
     name = run(pair, "proxyfl", "train.seed=4")
     (pair.root / "pipelines" / "small.toml").unlink()
-    assert row_of(compare_methods(pair, [name]), "regular")["seeds"] == [4]
+    assert find_row(compare_methods(pair, [name]), "regular")["seeds"] == [4]
 
 
 @pytest.mark.slow
-def test_a_store_made_anew_is_no_place_for_the_baseline(pair):
+def test_the_baseline_is_not_trained_on_a_rebuilt_store(pair):
     name = run(pair, "proxyfl")
     evaluate(pair, name)
     write_store(pair, "S1", seed=9, n_per_slide=10)
@@ -306,16 +306,16 @@ def test_a_store_made_anew_is_no_place_for_the_baseline(pair):
     refused(lambda: compare_methods(pair, [name, other]), "00002-proxyfl-small", "other patches", "site S1")
 
 
-def test_unfinished_and_unknown_runs_are_refused(copied):
-    (copied.runs_path / "00002-fedavg-small" / "summary.json").unlink()
+def test_unfinished_and_unknown_runs_are_refused(study_copy):
+    (study_copy.runs_path / "00002-fedavg-small" / "summary.json").unlink()
     unfinished = "wsi-fl train --resume 00002-fedavg-small"
-    refused(lambda: compare_methods(copied, ["1-6"]), unfinished, error=WsiFlError)
-    refused(lambda: compare_methods(copied, []), "needs runs")
+    refused(lambda: compare_methods(study_copy, ["1-6"]), unfinished, error=WsiFlError)
+    refused(lambda: compare_methods(study_copy, []), "needs runs")
     for word in ("70-80", "*-cwt-*", "77"):
-        refused(lambda word=word: compare_methods(copied, [word]), f"no run '{word}'")
+        refused(lambda word=word: compare_methods(study_copy, [word]), f"no run '{word}'")
 
 
-def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of_their_own(pair, monkeypatch):
+def test_hospitals_that_keep_their_patches_train_the_baseline_in_separate_ranks(pair, monkeypatch):
     name = run(pair, "proxyfl")
     for path in (pair.root / "sites").glob("*.toml"):
         path.write_text(path.read_text().replace("real = false", REAL))
@@ -336,12 +336,12 @@ def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of
     assert document["on"] == "own" and """--set 'sites=["S0"]'""" in document["notes"][0]
     assert any("own site's test part" in note for note in document["notes"])
     assert "on each site's local test part" in Document((pair.root / document["page"]).read_text()).text
-    row = row_of(document, "proxyfl")
+    row = find_row(document, "proxyfl")
     assert row["sites"].keys() == {"S0"} and row["accuracy"] == row["own_accuracy"]
 
 
-def made_up(method, mean, *, dp=True, **more):
-    """A row of the document."""
+def make_row(method, mean, *, dp=True, **more):
+    """Make a row of the document."""
     scores = ("accuracy", "macro_accuracy", "auroc", "own_accuracy")
     return {
         **{"label": f"{method} {'with' if dp else 'without'} DP", "method": method, "dp": dp, "settings": {}},
@@ -354,10 +354,10 @@ def made_up(method, mean, *, dp=True, **more):
     }
 
 
-ALONE = made_up("regular", 0.73, dp=False)
+ALONE = make_row("regular", 0.73, dp=False)
 
 
-def against_alone(row, difference, p, unit="seed", n=3):
+def make_paired_test(row, difference, p, unit="seed", n=3):
     pair = {"a": row["label"], "b": ALONE["label"], "metric": "accuracy", "unit": unit}
     return pair | {"difference": difference, "sd": 0.01, "n": n, "p": p, "p_holm": p}
 
@@ -373,9 +373,9 @@ def against_alone(row, difference, p, unit="seed", n=3):
         (-0.3, None, "seed", "unclear", "these runs do not show"),
     ],
 )  # fmt: skip
-def test_sentences_say_what_the_numbers_say(difference, sd, unit, tone, said):
-    ours = made_up("proxyfl", 0.73 + difference)
-    test = against_alone(ours, difference, 0.001, unit) | {"sd": sd}
+def test_sentences_agree_with_the_numbers(difference, sd, unit, tone, said):
+    ours = make_row("proxyfl", 0.73 + difference)
+    test = make_paired_test(ours, difference, 0.001, unit) | {"sd": sd}
     first, second = comparison_page.list_comparison_findings([ours, ALONE], [test], ALONE["label"])
     assert first.text == "A local model without DP reaches 0.73 (4 sites, 3 seeds)."
     assert second.tone == tone and said.format(comparison_page.LOCAL_BASELINE) in second.text, second.text
@@ -403,9 +403,9 @@ def of_all(gain, room):
         ((0.0, -0.01, 0.01), (0.0, -0.01, 0.01), "unclear", "there is nothing to gain"),
     ],
 )
-def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said):
-    ours = made_up("proxyfl", 0.78)
-    tests, gains = [against_alone(ours, 0.05, 1e-9)], {ours["label"]: of_all(gain, room)}
+def test_the_verdict_rests_on_the_gain_alone_where_it_is_known(gain, room, tone, said):
+    ours = make_row("proxyfl", 0.78)
+    tests, gains = [make_paired_test(ours, 0.05, 1e-9)], {ours["label"]: of_all(gain, room)}
     first, second = comparison_page.list_comparison_findings([ours, ALONE], tests, ALONE["label"], gains=gains)
     assert second.tone == tone and said.format(comparison_page.LOCAL_BASELINE) in second.text, second.text
     assert "reaches 0.60 in AUROC over all test patches (" in first.text, "the means whose difference is the gain"
@@ -413,9 +413,9 @@ def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said)
     assert "p <" not in second.text
 
 
-def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference_is_called_federation():
-    rows = [made_up("proxyfl", 0.78), made_up("joint", 0.9, dp=False), made_up("regular", 0.55)]
-    tests = [against_alone(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in rows]
+def test_the_pooled_gain_has_the_interval_of_the_verdict_and_no_reference_is_called_federation():
+    rows = [make_row("proxyfl", 0.78), make_row("joint", 0.9, dp=False), make_row("regular", 0.55)]
+    tests = [make_paired_test(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in rows]
     gains = {rows[0]["label"]: of_all((0.05, 0.03, 0.07), (0.17, 0.12, 0.22))}
     *_, third, fourth = comparison_page.list_comparison_findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
     assert "reaches 0.77, +0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
@@ -424,7 +424,7 @@ def test_what_pooling_brings_has_the_interval_that_verdicts_use_and_no_reference
     assert "federation" not in third.text + fourth.text
 
 
-def test_the_report_of_a_run_says_what_the_comparison_says(series):
+def test_the_report_of_a_run_agrees_with_the_comparison(series):
     study, _ = series
     document = compare_methods(study, ["1"])
     (said,) = (one["text"] for one in document["findings"] if "ProxyFL" in one["text"])
@@ -442,7 +442,7 @@ def test_the_report_of_a_run_says_what_the_comparison_says(series):
 @pytest.mark.parametrize(
     ("pooled", "share"), [((0.9, 0.9, 0.8, 0.9), True), ((0.9, 0.2, 0.1, 0.5), False), (None, False)]
 )
-def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share):
+def test_the_gap_closed_is_reported_only_where_pooling_has_a_gain(pooled, share):
     def answers(values):  # of 24 patients with two examples each: two alone prove nothing, however alike
         return {0: SeedScores({("S", "p" + str(k // 2), str(k)): (v, 1.0) for k, v in enumerate([*values] * 12)})}
 
@@ -453,17 +453,17 @@ def test_a_share_of_the_headroom_is_told_only_where_there_is_room(pooled, share)
     assert _estimate_benefit(few)["verdict"] == "inconclusive" and _estimate_benefit(few)["gain"]["low"] < 0
 
 
-def test_cautions_name_what_spoils_a_comparison():
-    a, b = made_up("proxyfl", 0.7), made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
-    text = " ".join(comparison_page.list_cautions([ALONE, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
+def test_cautions_name_the_flaws_of_a_comparison():
+    a, b = make_row("proxyfl", 0.7), make_row("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
+    text = " ".join(comparison_page.list_cautions([ALONE, a, b], [make_paired_test(a, -0.03, 0.2, "site", 4)]))
     for said in ("too small", "different ε (2.0–12.3)", "nominal ε is no guarantee", "same seeds", "a single run"):
         assert said in text
     assert "a single run" not in " ".join(comparison_page.list_cautions([ALONE, a], []))
-    (always,) = comparison_page.list_cautions([ALONE, ALONE], [against_alone(ALONE, 0.0, None)])
+    (always,) = comparison_page.list_cautions([ALONE, ALONE], [make_paired_test(ALONE, 0.0, None)])
     assert "chose their regularisation" in always
 
 
-def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
+def test_a_single_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3)
     shared = run(study, "fedavg", "privacy.enabled=false", "train.local_baseline=false")
     document = evaluate(study, shared)
@@ -477,7 +477,7 @@ def test_one_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
     assert not evaluate(study, run(study, "regular", "privacy.enabled=false"))["shared"]
 
 
-def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_says(series):
+def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_its_text(series):
     found, rng = copy.deepcopy(series[1]["benefit"]), np.random.default_rng(0)
     for site in found["sites"]:
         site["site"] = f"<b>hospital {site['site']}</b>"
@@ -488,7 +488,7 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_
     for k in range(11):  # more than colours
         change = {"train.alpha": k / 10, "privacy.clip": 0.7, "model.proxy": "<b>gn_cnn_small</b>"}
         label = f"ProxyFL with DP, {comparison_page.settings_words(change)}"
-        rows.append(made_up("proxyfl", 0.5 + k / 40, label=label, settings=change))
+        rows.append(make_row("proxyfl", 0.5 + k / 40, label=label, settings=change))
     for row in rows:
         dp, mean = row["dp"], row["accuracy"]["mean"]
         name, words = row["label"].split(",")[0], comparison_page.settings_words(row["settings"])
@@ -497,7 +497,7 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_what_it_
         drawn.append(ChartRow(name, words, dp, not dp, mean, 0.02, values, curves, 8e5 * dp, 8e5))
     document = {
         "runs": ["runs/00001-x"], "on": "merged", "rows": rows, "baseline": ALONE["label"],
-        "paired": [against_alone(row, row["accuracy"]["mean"] - 0.7, 0.01) for row in rows[1:]],
+        "paired": [make_paired_test(row, row["accuracy"]["mean"] - 0.7, 0.01) for row in rows[1:]],
         "reference": rows[1]["label"], "findings": [], "notes": ["<i>a note</i>"],
         "benefit": found | {"pooled": "Joint without DP"},
         "scores": ["accuracy", "macro_accuracy", "auroc"], "examples": "patients",

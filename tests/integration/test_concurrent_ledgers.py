@@ -1,4 +1,4 @@
-"""One budget however many processes spend it at once, on one ledger or on copies of it."""
+"""Tests of one budget spent by concurrent processes, on one ledger or on copies of it."""
 
 import json
 import os
@@ -25,12 +25,12 @@ TERMS = PrivacyTerms(delta=DELTA, max_epsilon=LIMIT, lifetime=True, guarantee="g
 FORK = get_context("fork")
 
 
-def opened(place, user, run):
+def open_ledger(place, user, run):
     heads = [place / "ledger.head.json", user / "C1.head.json"]
     return PrivacyLedger(place / "C1.jsonl", site="C1", run=run, terms=TERMS, heads=heads)
 
 
-def released(ledger, round_, number):
+def release_round(ledger, round_, number):
     vector = np.full(3, number, np.float32)
     made = ledger.release(round_, vector, schema="ab" * 32, mechanism=SUM, content="model")
     ledger.record_transmission(round_, made.digest)
@@ -38,15 +38,15 @@ def released(ledger, round_, number):
 
 
 def spend(place, user, run, ready, told):
-    """Spend a hundred times at odd moments, as a job that opened its ledger before the other one began."""
-    chance, ledger, let, why = random.Random(run), opened(place, user, run), [], []
+    """Spend a hundred times at random moments from a ledger opened before the other process began."""
+    chance, ledger, let, why = random.Random(run), open_ledger(place, user, run), [], []
     ready.wait(30)
     for k in range(1, TRIES + 1):
         time.sleep(chance.random() / 1000)
         try:
             if chance.random() < 0.1:
-                ledger = opened(place, user, run)
-            let.append(released(ledger, k, chance.random()))
+                ledger = open_ledger(place, user, run)
+            let.append(release_round(ledger, k, chance.random()))
         except BudgetSpent:
             why.append("spent")
         except WsiFlError as error:
@@ -55,8 +55,8 @@ def spend(place, user, run, ready, told):
     told.put((run, let, why))
 
 
-def at_once(places, user):
-    """What two processes could let go, {run: digests}, and why not, {run: words}."""
+def run_two_processes(places, user):
+    """Run two processes at once; return their releases, {run: digests}, and refusals, {run: words}."""
     ready, told = FORK.Barrier(2), FORK.Queue()
     jobs = [FORK.Process(target=spend, args=(p, user, f"r{k}", ready, told)) for k, p in enumerate(places)]
     for job in jobs:
@@ -79,22 +79,22 @@ def charged(place):
 def place(tmp_path):
     for name in ("study", "user"):
         (tmp_path / name).mkdir()
-    released(opened(tmp_path / "study", tmp_path / "user", "before"), 1, 0.0)
+    release_round(open_ledger(tmp_path / "study", tmp_path / "user", "before"), 1, 0.0)
     return tmp_path / "study"
 
 
 def test_two_processes_on_one_ledger_spend_all_of_its_budget_and_no_more(place):
-    let, why = at_once([place, place], place.parent / "user")
+    let, why = run_two_processes([place, place], place.parent / "user")
     left = [*let["r0"], *let["r1"]]
     assert charged(place) >= set(left) and len(charged(place)) == 1 + len(left)
     assert epsilon([SUM] * (1 + len(left)), DELTA) <= LIMIT < epsilon([SUM] * (2 + len(left)), DELTA)
     assert {*why["r0"], *why["r1"]} == {"spent"} and len(left) < 2 * TRIES
 
 
-def test_of_two_copies_of_a_study_at_work_at_once_one_spends(place):
+def test_only_one_of_two_concurrent_copies_of_a_study_spends(place):
     user = place.parent / "user"
     copy = shutil.copytree(place, place.parent / "copy")
-    let, why = at_once([place, copy], user)
+    let, why = run_two_processes([place, copy], user)
     left = [*let["r0"], *let["r1"]]
     assert epsilon([SUM] * (1 + len(left)), DELTA) <= LIMIT
     # whoever was first lost nothing to the other, and the head knows all that left
@@ -106,39 +106,39 @@ def test_of_two_copies_of_a_study_at_work_at_once_one_spends(place):
     assert charged(newest) >= set(left)
 
 
-def copy_of(study):
+def copy_ledger(study):
     return shutil.copytree(study, study.parent / "copy")
 
 
-def test_copies_share_a_head_that_is_a_link(place):
+def test_copies_share_a_ledger_head_that_is_a_link(place):
     user, other = place.parent / "user", place.parent / "other"
     other.mkdir()
     shared = shutil.move(user / "C1.head.json", place.parent / "shared.json")
     for folder in (user, other):
         (folder / "C1.head.json").symlink_to(shared)
-    copied = copy_of(place)
-    released(opened(place, user, "one"), 1, 1.0)
-    refused(lambda: opened(copied, other, "two"), "this is not the ledger that", error=WsiFlError)
+    copied = copy_ledger(place)
+    release_round(open_ledger(place, user, "one"), 1, 1.0)
+    refused(lambda: open_ledger(copied, other, "two"), "this is not the ledger that", error=WsiFlError)
 
 
-def test_a_head_that_is_taken_away_meanwhile_is_missed(place):
+def test_a_ledger_head_deleted_meanwhile_is_noticed(place):
     user = place.parent / "user"
-    both = opened(place, user, "one"), opened(copy_of(place), user, "two")
+    both = open_ledger(place, user, "one"), open_ledger(copy_ledger(place), user, "two")
     (user / "C1.head.json").unlink()
     for ledger in both:
-        refused(lambda ledger=ledger: released(ledger, 1, 1.0), "C1.head.json is missing", error=WsiFlError)
+        refused(lambda ledger=ledger: release_round(ledger, 1, 1.0), "C1.head.json is missing", error=WsiFlError)
 
 
 @pytest.mark.parametrize("content", ['{"lines": 0, "sha256": ""}', None])
-def test_a_head_that_knows_nothing_is_damaged(place, content):
+def test_an_unusable_ledger_head_is_reported_as_damaged(place, content):
     head = place.parent / "user" / "C1.head.json"
     head.unlink()
     head.write_text(content) if content else head.mkdir()
-    refused(lambda: opened(place, head.parent, "one"), "damaged", error=WsiFlError)
+    refused(lambda: open_ledger(place, head.parent, "one"), "damaged", error=WsiFlError)
 
 
-def test_a_state_folder_that_cannot_be_written_or_found_is_named(tmp_path, monkeypatch):
-    """Copies would know nothing of one another."""
+def test_a_state_folder_that_is_missing_or_not_writable_is_named(tmp_path, monkeypatch):
+    """Without a state folder, copies of a ledger could not detect each other."""
     state, real = tmp_path / "state", os.access
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
     assert user_head_path("C1") == state / "wsi-fl" / "ledgers" / "C1.head.json"

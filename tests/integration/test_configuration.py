@@ -1,4 +1,4 @@
-"""Configuration: what is written is what is meant, and every mistake is one line with file, key and choices."""
+"""Tests of configuration files, overrides and their error messages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_mistake_in_a_file_is_one_line(study, file, text, words):
     )
 
 
-def test_unknown_names_say_what_there_is(study):
+def test_an_unknown_name_is_refused_with_the_known_ones(study):
     refused(lambda: study.load_site("C11"), "unknown site 'C11'", "did you mean 'C1'", "C1, C2")
     refused(lambda: study.load_pipeline("nothing"), "unknown pipeline 'nothing'", "camelyon17", "p")
     refused(lambda: study.load_pipeline("nothing.toml"), "nothing.toml: no such file")
@@ -133,7 +133,7 @@ def test_extends_may_name_a_shipped_pipeline_and_the_studys_own_shadows_one(stud
 @pytest.mark.parametrize(
     ("base", "words"), [("b", ["extends itself"]), ("a", ["extends itself"]), ("c", ["'c'", "known: "])]
 )
-def test_extends_in_a_circle_or_of_nothing_is_one_line(study, base, words):
+def test_a_circular_or_missing_extends_is_refused_in_one_line(study, base, words):
     (study.root / "pipelines" / "a.toml").write_text(f"extends = '{base}'\n")
     (study.root / "pipelines" / "b.toml").write_text("extends = 'a'\n")
     refused(lambda: study.load_pipeline("a"), "pipelines/", "extends", *words)
@@ -211,7 +211,7 @@ def test_run_is_found_by_path_name_and_number(study, monkeypatch):
     refused(lambda: study.find_run("14"), "the last are 00012-proxyfl-p")
 
 
-def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
+def test_a_simulated_site_allows_every_share_and_a_real_one_those_it_lists():
     everything = ("model", "buffer", "generator", "patches", "shared", "scores", "private_model")
     simulated, real = (SiteFile(name="a", **more) for more in ({"real": False}, {"allow": ["model"]}))
     assert [simulated.allows(what) for what in everything] == [True] * 7
@@ -221,14 +221,14 @@ def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
     assert said_nothing.real and said_nothing.permissions == ()
 
 
-def test_what_answers_is_a_key_called_with(study, tmp_path):
+def test_the_prediction_model_is_a_setting_that_loads_back(study, tmp_path):
     pipeline = study.load_pipeline("p", ["predict.model=mean"])
     assert pipeline.predict.model == "mean" and 'model = "mean"' in dump_toml(pipeline)
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
     assert load_run_pipeline(tmp_path / "config.toml") == pipeline
 
 
-def test_what_keys_need_and_exclude_is_there_and_is_told_where_they_are_explained():
+def test_conditions_of_keys_name_existing_keys_and_are_documented():
     rows = {row["key"]: row for row in find_keys()}
     conditions = {said for row in rows.values() for said in (*row["needs"], *row["excludes"])}
     traits = {trait for method in METHODS.values() for trait in list_traits(method)}

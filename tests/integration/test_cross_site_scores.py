@@ -1,4 +1,4 @@
-"""Hospitals that keep their test parts score each other's models at home, and only counts leave them."""
+"""Tests of cross-site evaluation: hospitals score each other's models locally and release only counts."""
 
 import json
 from itertools import pairwise, permutations
@@ -45,12 +45,12 @@ QUIET = ["train.rounds=2", "privacy.sigma=4"]
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch):
-    """Real hospitals in one process, which only a test may have."""
+    """Allow real hospitals in one process, for tests only."""
     monkeypatch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
 
 
 def hospitals(root, allow=ALLOWED, **kinds):
-    """A study of three hospitals; `kinds` names site files that differ."""
+    """Make a study of three hospitals; `kinds` has site files that differ."""
     study = make_study(root, n_sites=3, site_extra=allow)
     for site, text in kinds.items():
         edit(site_file(study, site), allow, text)
@@ -67,7 +67,7 @@ def run(study, method="proxyfl", *overrides):
     return RunFolder(study.root / train(study, method=method, overrides=overrides, backend="local")["run"])
 
 
-def told(folder, site="S0"):
+def read_received_counts(folder, site="S0"):
     return folder.site_folder(site).read_document("scores")
 
 
@@ -79,15 +79,15 @@ def left(study, site):
     return [line for line in lines(study, site) if str(line.get("released")).startswith("scores")]
 
 
-def binary(positive):
-    """Probabilities of two classes."""
+def pair_probabilities(positive):
+    """Return probabilities of two classes."""
     return np.stack([1 - positive, positive], axis=1)
 
 
-def test_counts_of_parts_add_up_to_the_scores_of_the_whole_and_those_of_earlier_versions_are_read():
+def test_counts_of_parts_add_up_to_the_scores_of_the_whole_and_older_versions_are_read():
     rng = np.random.default_rng(0)
     label = rng.integers(0, 2, 500)
-    p = binary(np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1))
+    p = pair_probabilities(np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1))
     parts = [count_predictions(p[rows], label[rows]) for rows in np.array_split(np.arange(500), 3)]
     found, exact = _score_counts(parts), score_predictions(p, label)
     assert (found["n"], found["accuracy"]) == (exact["n"], exact["accuracy"])
@@ -102,13 +102,13 @@ def test_counts_of_parts_add_up_to_the_scores_of_the_whole_and_those_of_earlier_
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
 @pytest.mark.parametrize("apart", [0.3, 2.0])
-def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
-    """Whether probabilities lie all near one half, or all near 0 and 1."""
+def test_counts_of_a_hundred_patients_give_the_auroc_to_0_02(scale, apart):
+    """Holds for probabilities all near one half and for those all near 0 and 1."""
     rng = np.random.default_rng(0)
     for _ in range(20):
         label = np.arange(100) % 2
         positive = 1 / (1 + np.exp(-scale * (rng.normal(size=100) + apart * (label - 0.5))))
-        p = binary(positive)
+        p = pair_probabilities(positive)
         (one,) = unpack_counts(pack_counts([count_predictions(p, label)]), 1, 2)
         exact, found = roc_auc_score(label, positive), _score_counts([one])
         assert (found["auroc"], found["auroc_within"]) == (pytest.approx(exact, abs=1e-12), 0.0)
@@ -119,14 +119,14 @@ def test_with_a_hundred_patients_the_auroc_is_known_to_0_02(scale, apart):
         assert found["auroc_within"] < 0.08
 
 
-def test_nothing_small_is_told():
+def test_small_counts_are_not_disclosed():
     rng = np.random.default_rng(0)
     label = np.repeat([0, 1], [50, MIN_EXAMPLES - 1])
     few = count_predictions(rng.dirichlet(np.ones(2), len(label)), label)
     assert few["n"] == 50 and few["confusion"][1] == [0, 0] and _score_counts([few])["auroc"] is None
     who = np.array([f"p{k % 10}" for k in range(200)])
     score = np.where(who == "p0", 0.99, 0.0) + 0.01 * rng.random(200)  # one patient apart from all others
-    for low, high in pairwise([0.0, *count_predictions(binary(score), np.arange(200) % 2, who)["high"]]):
+    for low, high in pairwise([0.0, *count_predictions(pair_probabilities(score), np.arange(200) % 2, who)["high"]]):
         inside = who[(low <= score) & (score < high)]
         assert len(inside) == 0 or len(set(inside)) >= MIN_EXAMPLES
     found = _score_counts([count_predictions(np.full((60, 2), 0.5), np.arange(60) % 2)])
@@ -143,7 +143,7 @@ def test_counts_travel_as_bytes_of_a_known_length(n_classes):
     assert unpack_counts(values, 2, n_classes) == some
 
 
-def test_what_cannot_be_counts_is_refused():
+def test_impossible_counts_are_refused():
     good = count_predictions(np.tile([0.2, 0.8], (MIN_EXAMPLES, 1)), np.ones(MIN_EXAMPLES, int))
     refused(lambda: unpack_counts(pack_counts([good]), 2, 2), "bytes", error=ValueError)
     for change in (
@@ -162,32 +162,32 @@ def test_what_cannot_be_counts_is_refused():
 
 
 @pytest.mark.parametrize(("method", "models"), [*nightly(("fedavg", ["central"]), ("cwt", SITES)), ("proxyfl", SITES)])
-def test_every_site_keeps_the_counts_of_what_travelled_at_every_hospital(three, method, models):
+def test_every_site_keeps_the_counts_of_its_sent_model_at_every_hospital(three, method, models):
     folder = run(three, method)
-    document = told(folder)
+    document = read_received_counts(folder)
     assert list(document["models"]) == models and document["hospitals"] == SITES
     for site in SITES:
         (line,) = left(three, site)
         assert line["mechanism"] is None and line["round"] == document["round"] == 3
-        assert told(folder, site) == document
+        assert read_received_counts(folder, site) == document
     for model in models:
         assert [document["counts"][model][site]["n"] for site in SITES] == [12, 12, 12]
 
 
-def test_nothing_happens_where_nothing_travels_or_nobody_allows_it_or_test_parts_are_merged(
+def test_no_cross_site_scores_without_sent_models_or_permission_or_with_merged_test_parts(
     three, tmp_path, study, monkeypatch
 ):
     shut = hospitals(tmp_path / "shut", allow=REAL)
     for one, method in ((three, "regular"), (shut, "proxyfl"), (study, "fedavg")):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / f"user of {method}"))
         folder = run(one, method)
-        assert told(folder) is None and not left(one, "S0")
+        assert read_received_counts(folder) is None and not left(one, "S0")
         assert not any(line.get("again") for line in lines(one, "S0"))
         assert evaluate(one, folder.name)["cross_site"] is None
 
 
 @pytest.mark.parametrize("method", [*nightly("fedavg"), "proxyfl"])
-def test_epsilon_and_its_guarantee_stay_what_they_are(tmp_path, monkeypatch, method):
+def test_cross_site_scores_change_neither_epsilon_nor_its_guarantee(tmp_path, monkeypatch, method):
     found = []
     for name, allow in (("open", ALLOWED), ("shut", REAL)):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / f"{name}-user"))  # other patients of the same names
@@ -201,18 +201,18 @@ def test_epsilon_and_its_guarantee_stay_what_they_are(tmp_path, monkeypatch, met
     assert first["epsilon"] is not None and lifetime[0] > first["epsilon"]
 
 
-def test_a_hospital_that_does_not_allow_it_tells_nothing_and_is_told_all(tmp_path):
+def test_a_hospital_without_permission_discloses_no_scores_and_receives_all(tmp_path):
     study = hospitals(tmp_path / "study", S1=REAL)
     folder = run(study, "proxyfl")
     assert not left(study, "S1") and left(study, "S0") and left(study, "S2")
     for site in SITES:
-        document = told(folder, site)
+        document = read_received_counts(folder, site)
         assert document["hospitals"] == ["S0", "S2"] and list(document["models"]) == SITES
         assert all(list(counts) == ["S0", "S2"] for counts in document["counts"].values())
     assert folder.site_folder("S1").read_document("counts") is None
 
 
-def test_private_models_are_sent_to_nobody(three, monkeypatch):
+def test_private_models_are_never_sent(three, monkeypatch):
     heard, real = [], between.CrossSiteScoring.run
 
     def listened(scoring):
@@ -251,32 +251,32 @@ def test_scores_are_those_of_evaluate_where_the_same_sites_are_simulated(tmp_pat
         assert (part["n"], part["accuracy"]) == (exact["n"], exact["accuracy"])
 
 
-def rows_of(k):
-    """60 training and 40 test rows of features of a hospital, with their labels."""
+def draw_rows(k):
+    """Return 60 training and 40 test rows of features of a hospital with their labels."""
     labels = np.arange(100) % 2
     x = np.random.default_rng(k).normal(size=(100, 16)) + 0.6 * np.outer(2 * labels - 1, np.arange(16) < 3)
     return x.astype(np.float32), labels
 
 
-def features_of(root, allow):
-    """Three hospitals of 60 training and 40 test rows of features."""
+def make_feature_study(root, allow):
+    """Make three hospitals of 60 training and 40 test rows of features."""
     study = hospitals(root, allow=allow)
     patients, splits = [f"p{i}" for i in range(100)], ["train"] * 60 + ["test"] * 40
     for k, site in enumerate(SITES):
-        write_features(study, site, *rows_of(k), patients, splits)
+        write_features(study, site, *draw_rows(k), patients, splits)
     return study
 
 
 @pytest.mark.parametrize("noise", [*nightly("own"), "shared"])
-def test_a_head_made_of_all_sums_is_one_model_without_any_site_s_own_part(tmp_path, noise):
-    """Every site makes the same head of what was released, and that one is scored."""
+def test_a_head_of_all_class_statistics_is_one_model_without_local_statistics(tmp_path, noise):
+    """Every site solves the same head from the released statistics; this head is scored."""
     options = ["train.data=features", f"privacy.noise={noise}", "privacy.enabled=false"]
-    study = features_of(tmp_path / "real", 'real = true\nallow = ["model", "shared", "scores"]')
+    study = make_feature_study(tmp_path / "real", 'real = true\nallow = ["model", "shared", "scores"]')
     folder = run(study, "oneshot", *options)
     found = evaluate(study, folder.name)["cross_site"]["models"]
     whole = found["shared"]["merged"]
     assert list(found) == ["shared"] and whole["n"] == 120
-    x, labels = (np.concatenate([rows_of(k)[part][60:] for k in range(3)]) for part in (0, 1))
+    x, labels = (np.concatenate([draw_rows(k)[part][60:] for k in range(3)]) for part in (0, 1))
     for site in SITES:
         head = SharedHead(2, 16)
         head.load_state_dict(folder.site_folder(site).load_model("shared"))
@@ -284,17 +284,17 @@ def test_a_head_made_of_all_sums_is_one_model_without_any_site_s_own_part(tmp_pa
         assert whole["accuracy"] == pytest.approx((said == labels).mean())
 
 
-def test_noise_that_is_added_once_in_all_stays_what_it_is_worth(tmp_path):
-    study = features_of(tmp_path / "real", REAL + '\nallow = ["shared", "scores"]')
+def test_distributed_noise_keeps_its_guarantee_with_cross_site_scores(tmp_path):
+    study = make_feature_study(tmp_path / "real", REAL + '\nallow = ["shared", "scores"]')
     folder = run(study, "oneshot", "train.data=features", "privacy.noise=shared", "privacy.sigma=3.0")
-    assert list(told(folder)["models"]) == ["shared"]
+    assert list(read_received_counts(folder)["models"]) == ["shared"]
     assert {row["guarantee"] for row in folder.read_summary()["sites"]} == {"shared"}
 
 
-def test_a_site_whose_budget_ended_scores_what_the_others_released(tmp_path):
+def test_a_site_with_an_exhausted_budget_scores_the_models_of_the_others(tmp_path):
     cost = epsilon([accounting.plan_mechanism(36, 18, 1, 4.0, 0.7)], 1e-5)
     folder = run(hospitals(tmp_path / "study", S2=ALLOWED.replace("50.0", f"{cost + 1e-6}")))
-    document = told(folder)
+    document = read_received_counts(folder)
     assert list(document["models"]) == ["S0", "S1"] and document["hospitals"] == SITES
     assert document["counts"]["S0"]["S2"]["n"] == 12
     row = folder.read_summary()["sites"][2]
@@ -306,8 +306,8 @@ def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2, site_extra=ALLOWED)
     summary = train(study, method="proxyfl", overrides=["train.rounds=1", "privacy.sigma=4"])
     folder = RunFolder(study.root / summary["run"])
-    document = told(folder)
-    assert document == told(folder, "S1") and list(document["models"]) == ["S0", "S1"]
+    document = read_received_counts(folder)
+    assert document == read_received_counts(folder, "S1") and list(document["models"]) == ["S0", "S1"]
     assert all(one["n"] == 12 for counts in document["counts"].values() for one in counts.values())
     assert {row["guarantee"] for row in summary["sites"]} == {"guaranteed"}
     sent = [(line["what"], line["to"]) for line in folder.site_folder("S0").list_transfers()]
@@ -315,8 +315,8 @@ def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     assert summary["communication"]["messages"] == 2 + 4
 
 
-def test_counts_of_test_patients_are_no_part_of_epsilon_and_leave_only_where_that_is_allowed_by_name(tmp_path):
-    """Whatever else leaves without noise is part of it."""
+def test_counts_of_test_patients_are_no_part_of_epsilon_and_need_their_own_permission(tmp_path):
+    """All other releases without noise are part of ε."""
 
     def opened(run, **terms):
         known = {"site": "C1", "run": run, "terms": PrivacyTerms(delta=1e-5, **terms)}
@@ -338,7 +338,7 @@ def test_counts_of_test_patients_are_no_part_of_epsilon_and_leave_only_where_tha
 
 
 @pytest.mark.parametrize("moment", ["_release_counts", "_pass_counts", "_build_scores"])
-def test_after_a_restart_the_same_counts_leave(three, monkeypatch, moment):
+def test_the_same_counts_leave_the_site_after_a_restart(three, monkeypatch, moment):
     real, calls = getattr(between.CrossSiteScoring, moment), []
 
     def cut(*given):
@@ -353,28 +353,30 @@ def test_after_a_restart_the_same_counts_leave(three, monkeypatch, moment):
     folder = RunFolder(three.find_run("1"))
     before = {site: left(three, site) for site in SITES}
     kept = folder.site_folder("S0").read_document("counts")
-    assert before["S0"] and kept and told(folder) is None
+    assert before["S0"] and kept and read_received_counts(folder) is None
     monkeypatch.setattr(between, "count_predictions", lambda *_, **__: empty_counts(2))  # nothing is counted anew
     resume_run(three, folder.name, backend="local")
-    assert told(folder)["hospitals"] == SITES and folder.site_folder("S0").read_document("counts") == kept
+    assert (
+        read_received_counts(folder)["hospitals"] == SITES and folder.site_folder("S0").read_document("counts") == kept
+    )
     for site, known in before.items():
         assert left(three, site)[: len(known)] == known and len(left(three, site)) == 1
         assert [line["round"] for line in lines(three, site) if line.get("again")].count(3) == len(known)
     assert folder.read_summary()["sites"][0]["guarantee"] == "guaranteed"
 
 
-def test_other_models_than_those_of_before_a_restart_are_not_scored(three):
+def test_models_changed_since_a_restart_are_not_scored(three):
     folder = run(three)
     (folder.path / "summary.json").unlink()
     kept = folder.site_folder("S1").read_document("counts")
     folder.site_folder("S1").write_document("counts", kept | {"schema": "0" * 64})
-    before = told(folder)
+    before = read_received_counts(folder)
     resume_run(three, folder.name, backend="local")
-    assert told(folder) == before and all(len(left(three, site)) == 1 for site in SITES)
+    assert read_received_counts(folder) == before and all(len(left(three, site)) == 1 for site in SITES)
     assert "none is scored again" in folder.site_folder("S0").log_path.read_text()
 
 
-def test_counts_that_are_not_what_was_announced_are_left_out(three, monkeypatch):
+def test_counts_that_differ_from_their_announcement_are_excluded(three, monkeypatch):
     real, calls = between.unpack_counts, []
 
     def strange(values, *shape):
@@ -385,31 +387,33 @@ def test_counts_that_are_not_what_was_announced_are_left_out(three, monkeypatch)
 
     monkeypatch.setattr(between, "unpack_counts", strange)
     folder = run(three, "fedavg")
-    assert [told(folder, site)["hospitals"] for site in SITES] == [SITES, ["S1", "S2"], SITES]
+    assert [read_received_counts(folder, site)["hospitals"] for site in SITES] == [SITES, ["S1", "S2"], SITES]
     assert "the counts of site S0 are left out" in folder.site_folder("S1").log_path.read_text()
-    assert score_cross_site(told(folder, "S1"))["models"]["central"]["merged"]["n"] == 24
+    assert score_cross_site(read_received_counts(folder, "S1"))["models"]["central"]["merged"]["n"] == 24
 
 
-def of_scores(counts, classes):
-    """What sites are told of their models' counts."""
+def make_counts_document(counts, classes):
+    """Return the document of counts that sites receive."""
     hospitals = list(next(iter(counts.values())))
     models = {site: f"{k}" * 64 for k, site in enumerate(counts)}
     return {"classes": classes, "round": 4, "models": models, "hospitals": hospitals, "counts": counts}
 
 
-def uneven():
-    """Counts of three models at two hospitals, and a class whose name is markup."""
+def make_uneven_counts():
+    """Return counts of three models at two hospitals, with a class whose name is markup."""
     rng = np.random.default_rng(0)
     label, counts = np.arange(60) % 2, {}
     for shift, site in zip((0.1, 0.2, 0.3), SITES, strict=True):
         drawn = [np.clip(rng.normal(0.4 + shift * label, 0.2), 0, 1) for _ in range(2)]
-        counts[site] = {one: count_predictions(binary(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)}
-    return of_scores(counts, ["healthy", "<tumor>"])
+        counts[site] = {
+            one: count_predictions(pair_probabilities(p), label) for one, p in zip(("S0", "S2"), drawn, strict=True)
+        }
+    return make_counts_document(counts, ["healthy", "<tumor>"])
 
 
 @pytest.mark.parametrize("n_classes", [1, 3, 5])
-def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not(n_classes):
-    """Also where a model did not arrive at a hospital, or at any; as sites, the coordinator and the board show it."""
+def test_other_than_two_classes_have_both_accuracies_but_no_auroc(n_classes):
+    """Covers models that reached some or no hospital, on the pages of sites and coordinator and on the dashboard."""
     rng, names = np.random.default_rng(0), [f"grade {k}" for k in range(n_classes)]
     truth = rng.integers(0, n_classes, 80)
     said = {site: rng.dirichlet(np.ones(n_classes), 80) for site in SITES}
@@ -423,7 +427,7 @@ def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not
     counts["S1"]["S2"], counts["S2"] = (empty_counts(n_classes), dict.fromkeys(("S0", "S2"), empty_counts(n_classes)))
     for site, held in counts.items():
         counts[site] = {one: unpack_counts(pack_counts([told]), 1, n_classes)[0] for one, told in held.items()}
-    document = of_scores(counts, names)
+    document = make_counts_document(counts, names)
     assert _is_complete(document)  # what a coordinator asks of what hospitals send
     models = score_cross_site(document)["models"]
     called = said["S0"].argmax(1)
@@ -444,8 +448,8 @@ def test_of_other_than_two_classes_both_accuracies_are_known_and_the_area_is_not
     assert all(name in page for name in names)
 
 
-def test_the_matrix_has_every_model_at_every_hospital_and_all_together():
-    document = score_cross_site(uneven())
+def test_the_matrix_has_every_model_at_every_hospital_and_over_all():
+    document = score_cross_site(make_uneven_counts())
     found = build_cross_site_section(document)
     assert (found["hospitals"], found["n"], found["one"]) == (["S0", "S2"], 120, None)
     rows = found["tables"][0]["rows"]
@@ -459,17 +463,17 @@ def test_the_matrix_has_every_model_at_every_hospital_and_all_together():
     assert build_cross_site_section(None) is None
 
 
-def answered(**tables):
-    """Counts of several models at one hospital, by their confusion matrices."""
+def make_counts(**tables):
+    """Return counts of several models at one hospital from their confusion matrices."""
     known = {"n": 24, "positives": [13], "negatives": [11], "high": [1.0]}
     counts = {site: {"S0": known | {"confusion": table}} for site, table in tables.items()}
-    return of_scores(counts, ["normal", "tumour"])
+    return make_counts_document(counts, ["normal", "tumour"])
 
 
-def test_models_that_always_say_the_same_are_no_winners():
+def test_models_with_constant_predictions_never_win():
     always = [[0, 11], [0, 13]]
     said = "There no model does better than always predicting tumour, which has an accuracy of 0.542."
-    documents = answered(S0=always, S1=always), answered(S0=always, S1=[[11, 0], [13, 0]])
+    documents = make_counts(S0=always, S1=always), make_counts(S0=always, S1=[[11, 0], [13, 0]])
     assert all(build_cross_site_section(score_cross_site(document))["verdict"] == said for document in documents)
     summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
     summary["communication"] = {"messages": 0, "bytes": 0, "seconds": 0}
@@ -477,12 +481,12 @@ def test_models_that_always_say_the_same_are_no_winners():
     assert "always predicting tumour" in page and "does best" not in page and "Darker is higher" not in page
 
 
-def test_the_page_of_a_coordinator_is_made_of_two_documents_and_nothing_else(three):
+def test_the_coordinators_page_is_rendered_from_two_documents_alone(three):
     summary = run(three).read_summary()
-    text = render_coordinator(summary, uneven())
+    text = render_coordinator(summary, make_uneven_counts())
     assert "&lt;tumor&gt;" in text and "<tumor>" not in text
     assert text.startswith("<!doctype html>") and "src=" not in text and "<script" not in text
-    accuracy = score_cross_site(uneven())["models"]["S2"]["merged"]["accuracy"]
+    accuracy = score_cross_site(make_uneven_counts())["models"]["S2"]["merged"]["accuracy"]
     assert f"{accuracy:.3f}" in text and "guaranteed" in text
     assert str(three.root) not in text and "_patient_" not in text and "_slide_" not in text
     bare = render_coordinator(summary, None)

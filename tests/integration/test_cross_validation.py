@@ -1,4 +1,4 @@
-"""Cross-validation: every patient tested once, no patient on both sides, all sites kept, or one site left out."""
+"""Tests of cross-validation over patients and over sites."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ OPEN, FEW = "privacy.enabled=false", "train.rounds=1"
 
 
 def hospitals(root, n):
-    """Sites of twelve slides, each of a patient of its own; half are healthy."""
+    """Make sites of twelve slides, one per patient, half of them healthy."""
     return make_bag_study(root, n_sites=n, classes=("healthy", "tumor"))
 
 
@@ -43,20 +43,20 @@ def three(tmp_path):
     return hospitals(tmp_path / "three", 3)
 
 
-def in_series(study, *overrides, method="proxyfl", **given):
+def train_folds(study, *overrides, method="proxyfl", **given):
     return train_series(study, method=method, overrides=overrides, backend="local", **given)
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A study, three folds of ProxyFL and the comparison with the hospitals alone."""
+def finished_series(tmp_path_factory):
+    """A study, three folds of ProxyFL and the comparison with the local baseline."""
     study = hospitals(tmp_path_factory.mktemp("folds") / "study", 2)
-    document = in_series(study, "train.folds=3", "train.stratify=true", OPEN, FEW)
+    document = train_folds(study, "train.folds=3", "train.stratify=true", OPEN, FEW)
     return study, document, compare_methods(study, [run["run"] for run in document["runs"]])
 
 
-def asked(study, run, site="S0"):
-    """The patients whom a run tests at a site."""
+def list_test_patients(study, run, site="S0"):
+    """Return the test patients of a run at a site."""
     table = read_predictions(RunFolder(study.root / run).site_folder(site))
     return table.local_rows.patient.tolist()
 
@@ -89,8 +89,8 @@ def test_folds_are_of_whole_patients_of_all_classes_alike(rows, n, seed):
     np.testing.assert_array_equal(again, fold[turned])
 
 
-def test_with_one_patient_less_all_others_stay_where_they_are():
-    """What ε asks for; a division that looks at labels or at who else there is moves a third of them."""
+def test_removing_a_patient_moves_no_other_patient_to_another_fold():
+    """ε requires it; a division by labels or by other patients would move a third of them."""
     patient, label = np.array([f"p{k}" for k in range(60)]), np.arange(60) % 2
     given = {"n_folds": 5, "seed": 0, "stratified": False}
     whole = assign_folds(patient, label, **given)
@@ -102,7 +102,7 @@ def test_with_one_patient_less_all_others_stay_where_they_are():
 
 
 @pytest.mark.parametrize("data", ["patches", "mosaics"])
-def test_a_store_opened_anew_has_the_same_folds_and_its_own_split_is_not_used(tmp_path, study, data):
+def test_a_reopened_store_has_the_same_folds_and_its_stored_split_is_ignored(tmp_path, study, data):
     if data == "patches":
         study = make_study(tmp_path / "patches", n_sites=1)
     found = []
@@ -119,20 +119,20 @@ def test_a_store_opened_anew_has_the_same_folds_and_its_own_split_is_not_used(tm
     assert found[0][1] == found[1][1]  # a digest is of the store
 
 
-def test_every_patient_is_tested_once_at_every_site(done):
-    study, document, _ = done
+def test_every_patient_is_tested_once_at_every_site(finished_series):
+    study, document, _ = finished_series
     assert document["folds"] == 3 and document["seeds"] == [0] and document["left_out"] == []
     runs = [run["run"] for run in document["runs"]]
     assert [config(study, run).train.fold for run in runs] == [1, 2, 3]
     for site in study.site_names():
-        patients = [name for run in runs for name in asked(study, run, site)]
+        patients = [name for run in runs for name in list_test_patients(study, run, site)]
         assert len(patients) == len(set(patients)) == 12
-        assert [len(asked(study, run, site)) for run in runs] == [4, 4, 4]
+        assert [len(list_test_patients(study, run, site)) for run in runs] == [4, 4, 4]
         assert all(row["n_train"] == 8 for run in document["runs"] for row in run["sites"])
 
 
-def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
-    study, _, compared = done
+def test_compare_takes_folds_like_seeds_and_tests_by_patient(finished_series):
+    study, _, compared = finished_series
     row = next(row for row in compared["rows"] if row["method"] == "proxyfl")
     alone = next(row for row in compared["rows"] if row["label"] == compared["baseline"])
     assert (row["folds"], row["seeds"], len(row["runs"])) == ([1, 2, 3], [0], 3)
@@ -148,8 +148,8 @@ def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
     assert "sites, seeds and folds" in (study.root / compared["page"]).read_text()
 
 
-def test_an_example_is_the_same_on_whatever_row_the_folds_of_another_seed_have_it(done, tmp_path):
-    study, document, _ = done
+def test_examples_are_matched_across_seeds_whatever_their_row(finished_series, tmp_path):
+    study, document, _ = finished_series
     folder = RunFolder(study.root / document["runs"][0]["run"]).site_folder("S0")
     table = read_predictions(folder)
     (tmp_path / "S0").mkdir()
@@ -159,14 +159,14 @@ def test_an_example_is_the_same_on_whatever_row_the_folds_of_another_seed_have_i
     assert len(said) == len(table.local_rows) and said == read_example_scores(other, "own")
 
 
-def test_runs_that_test_other_patients_are_not_compared(done):
-    study, document, _ = done
+def test_runs_that_test_other_patients_are_not_compared(finished_series):
+    study, document, _ = finished_series
     both = [document["runs"][0]["run"], trained(study, "regular", OPEN)["run"]]
     refused(lambda: compare_methods(study, both), "tests other patients", "3 folds", "own split")
 
 
 def test_each_fold_is_charged_by_itself(study, capsys):
-    document = in_series(study, "train.folds=2")
+    document = train_folds(study, "train.folds=2")
     said = " ".join(capsys.readouterr().err.split())
     assert "every run is charged on the ledgers by itself: 2 runs cost a site about 2 times as much" in said
     assert len({line["run"].split()[0] for line in read_lines(study.ledger_path("S0")) if line.get("run")}) == 2
@@ -174,7 +174,7 @@ def test_each_fold_is_charged_by_itself(study, capsys):
     assert first == pytest.approx(second)
 
 
-def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeypatch):
+def test_folds_are_refused_where_they_would_mislead(study, monkeypatch):
     def asking(*overrides, method="proxyfl"):
         return lambda: trained(study, method, *overrides)
 
@@ -186,7 +186,7 @@ def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeyp
     refused(asking(*three, "train.from_released=true", method="oneshot"), "train.from_released", "own split")
     refused(asking("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")
     monkeypatch.setattr(training, "count_ranks", lambda: 2)
-    refused(lambda: in_series(study, "train.folds=3"), "leave out mpiexec or srun")
+    refused(lambda: train_folds(study, "train.folds=3"), "leave out mpiexec or srun")
 
 
 def test_the_store_of_a_site_that_is_left_out_is_not_opened_in_training(three, monkeypatch):
@@ -203,7 +203,7 @@ def test_the_store_of_a_site_that_is_left_out_is_not_opened_in_training(three, m
 
 def test_each_site_is_left_out_once_and_tests_all_models(three):
     study = three
-    document = in_series(study, OPEN, FEW, leave_site_out=True)
+    document = train_folds(study, OPEN, FEW, leave_site_out=True)
     assert document["left_out"] == ["S0", "S1", "S2"]
     for name, summary in zip(document["left_out"], document["runs"], strict=True):
         run = RunFolder(study.root / summary["run"])
@@ -219,7 +219,7 @@ def test_each_site_is_left_out_once_and_tests_all_models(three):
     assert (test["unit"], test["n"]) == ("site", 3)
 
 
-def test_a_site_left_out_is_scored_alone_beside_other_external_sites(three):
+def test_a_site_left_out_has_separate_scores_beside_other_external_sites(three):
     settings = [OPEN, 'sites=["S0", "S1"]', "train.left_out=S1", 'evaluate.external=["S2"]']
     run = trained(three, "regular", *settings)["run"]
     both = evaluate(three, run)["external_set"]
@@ -234,13 +234,13 @@ def test_a_site_left_out_is_scored_alone_beside_other_external_sites(three):
 
 def test_a_site_that_keeps_its_patches_cannot_be_left_out(tmp_path):
     study = make_bag_study(tmp_path / "study", n_sites=2, real=True)
-    out = lambda: in_series(study, OPEN, method="regular", leave_site_out=True)  # noqa: E731
+    out = lambda: train_folds(study, OPEN, method="regular", leave_site_out=True)  # noqa: E731
     refused(out, "sites/S0.toml", 'allow = ["patches"]')
     assert not list(study.runs_path.glob("0*"))
 
 
 @pytest.mark.slow
-def test_the_command_line(study, wsi_fl):
+def test_train_and_compare_run_folds_from_the_command_line(study, wsi_fl):
     command = ["train", "--method", "regular", "--folds", "2", "--backend", "local", "--json"]
     done = wsi_fl(*command, "--set", OPEN, "--set", FEW, cwd=study.root)
     assert json.loads(done.stdout)["folds"] == 2
@@ -257,7 +257,7 @@ def test_the_command_line(study, wsi_fl):
     ("n_patients", "n_folds", "way_on"),
     [(0, 5, "leave the site out"), (1, 5, "leave the site out"), (2, 5, "to 2 or less"), (4, 5, "to 4 or less")],
 )
-def test_the_way_on_from_too_few_patients_is_one_that_is_accepted(n_patients, n_folds, way_on):
+def test_the_advice_for_too_few_patients_works(n_patients, n_folds, way_on):
     patient = np.array([f"P{k}" for k in range(n_patients)], str)
 
     def divided(n_folds):

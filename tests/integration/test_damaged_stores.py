@@ -1,4 +1,4 @@
-"""Damage is noticed wherever it lies, named with the command that mends it, and mended by that command alone."""
+"""Tests of damaged stores, models and checkpoints: detection, advice and repair."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = "size_px = 64\nmpp = 1.0\nbalance = false\n"
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """A tiled study for each way to store pixels, whose pipeline says all that tiling needs."""
+    """A tiled study for each way to store pixels, with all tiling settings in its pipeline."""
     archive = tmp_path_factory.mktemp("damage") / "archive"
     slides = simulated_slides.simulate_archive(archive, n_sites=1, patients_per_site=1, size_px=512)
     studies = {}
@@ -55,7 +55,7 @@ def files_of(study):
 
 
 def read_all(study):
-    """As training reads: every patch of the store."""
+    """Read every patch of the store as training does."""
     with open_store(study, "C1") as store:
         return store.read(np.arange(len(store)))
 
@@ -101,7 +101,7 @@ def zeros(file):
     ("content", "hurt"),
     [("raw", other_label), ("raw", zeros), *nightly(("raw", no_seal), ("jpeg:90", zeros)), ("none", other_corner)],
 )
-def test_tile_makes_a_damaged_shard_what_it_was_byte_for_byte(tiled, content, hurt, wsi_fl):
+def test_tile_restores_a_damaged_shard_byte_for_byte(tiled, content, hurt, wsi_fl):
     study = tiled(content)
     before = files_of(study)
     edit(first_shard(study), hurt)
@@ -115,7 +115,7 @@ def test_tile_makes_a_damaged_shard_what_it_was_byte_for_byte(tiled, content, hu
 
 
 @pytest.mark.parametrize(("content", "bit"), [("raw", 0x01), ("jpeg:90", 0x80)])
-def test_one_bit_of_a_patch_is_found_by_training_and_mended_by_what_it_advises(tiled, content, bit, wsi_fl):
+def test_a_flipped_bit_of_a_patch_is_found_by_training_and_repaired_by_its_advice(tiled, content, bit, wsi_fl):
     study = tiled(content)
     before, pixels = files_of(study), read_all(study)
     shard = first_shard(study)
@@ -134,8 +134,8 @@ def test_one_bit_of_a_patch_is_found_by_training_and_mended_by_what_it_advises(t
 
 
 @pytest.mark.slow
-def test_random_flips_are_never_learned_and_never_laundered(tiled):
-    """Anywhere in a shard: training refuses what differs, and after `tile` nothing differs."""
+def test_random_bit_flips_are_never_trained_on_and_never_resealed(tiled):
+    """Wherever a shard is damaged, training refuses changed rows, and `tile` restores all of them."""
     study, rng, refusals = tiled("raw"), np.random.default_rng(0), 0
 
     def learned():
@@ -211,7 +211,7 @@ def test_a_bit_anywhere_in_a_checkpoint_or_a_model_is_found(site):
 
 
 @pytest.mark.slow
-def test_a_changed_model_is_written_again_by_what_it_advises(pair):
+def test_a_changed_model_is_restored_by_the_advised_command(pair):
     run = RunFolder(pair.root / trained(pair, "proxyfl")["run"])
     paths = sorted(run.path.glob("sites/*/*.safetensors"))
     before = [path.read_bytes() for path in paths]
@@ -224,7 +224,7 @@ def test_a_changed_model_is_written_again_by_what_it_advises(pair):
     assert len(before) == 4 and [path.read_bytes() for path in paths] == before
 
 
-def test_a_run_goes_on_with_the_pixels_that_it_began_with_alone(tmp_path):
+def test_a_run_resumes_only_with_the_pixels_it_began_with(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     folder = SiteFolder(study.runs_path / "00001-proxyfl-small" / "sites" / "S0")
 

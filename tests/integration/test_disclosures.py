@@ -1,4 +1,4 @@
-"""A method is a row of one table, and all that is said of what leaves a site follows from its shares."""
+"""Tests that plans, dossiers and pages derive the disclosures of a method from its row in one table."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def gossip(monkeypatch):
 
 
 @pytest.fixture
-def real(tmp_path):
+def real_study(tmp_path):
     """A study of two real hospitals."""
     return make_study(tmp_path / "study", n_sites=2, site_extra=REAL)
 
@@ -51,43 +51,43 @@ def test_a_new_method_is_a_row_and_nothing_else(gossip, pair):
         assert "trained together with Gossip" in page
 
 
-def test_the_plan_and_the_dossier_say_what_a_new_method_lets_go(gossip, real, tmp_path):
+def test_the_plan_and_the_dossier_list_the_shares_of_a_new_method(gossip, real_study, tmp_path):
     assert PLAN_TEXTS["to"].keys() >= TOPOLOGIES.keys()  # a plan has words for every graph
-    said = parse_plan_document(make_plan(real, method="gossip", overrides=TWO, out=tmp_path / "plan.json"))
+    said = parse_plan_document(make_plan(real_study, method="gossip", overrides=TWO, out=tmp_path / "plan.json"))
     model, *documents = said["leaves"]
     assert said["does"] == "Gossip: models are whispered on."
     assert (model["what"], model["times"]) == ("central model (mlp)", 2)
     assert model["to"] == "the next site in an order drawn again in each round"
     assert model["protected_by"].startswith("differential privacy per row, guaranteed")
     assert not any(row["large"] for row in documents)
-    facts = _describe_risks(said, real.load_site("S0"), None, None, audited=False, for_others=False)["assessment"][0][
-        "facts"
-    ]
+    facts = _describe_risks(said, real_study.load_site("S0"), None, None, audited=False, for_others=False)[
+        "assessment"
+    ][0]["facts"]
     assert any(model["what"] in fact and model["protected_by"] in fact for fact in facts)
     bare = (*TWO, "privacy.enabled=false")
     refused(
-        lambda: make_plan(real, method="gossip", overrides=bare, out=tmp_path / "bare.json"),
+        lambda: make_plan(real_study, method="gossip", overrides=bare, out=tmp_path / "bare.json"),
         'sites/S0.toml: a model without differential privacy may not leave this site; add allow = ["model"]',
     )
 
 
-def test_a_share_without_privacy_needs_its_name_in_every_site_file(monkeypatch, real, tmp_path):
+def test_a_share_without_privacy_needs_its_name_in_every_site_file(monkeypatch, real_study, tmp_path):
     bare = method_of("Bare", "models go round", Disclosure("model", "ring", protection="leave"))
     monkeypatch.setitem(METHODS.builtin, "bare", bare)
 
     def plan(*overrides):
-        return make_plan(real, method="bare", overrides=(*TWO, *overrides), out=tmp_path / "plan.json")
+        return make_plan(real_study, method="bare", overrides=(*TWO, *overrides), out=tmp_path / "plan.json")
 
     refused(plan, "bare lets models leave without differential privacy", "privacy.enabled=false")
     refused(lambda: plan("privacy.enabled=false"), "sites/S0.toml", 'add allow = ["model"] there')
     for name in ("S0", "S1"):
-        edit(site_file(real, name), more='allow = ["model"]\n')
+        edit(site_file(real_study, name), more='allow = ["model"]\n')
     row = parse_plan_document(plan("privacy.enabled=false"))["leaves"][0]
     assert row["protected_by"] == 'no differential privacy; the site allows it by name (allow = ["model"])'
 
 
 def table():
-    """What a site lets go by each method, as docs/explanation/privacy.md has it."""
+    """Render the table of releases by method in docs/explanation/privacy.md."""
     things = {"sums": "class statistics", "buffer": "synthetic samples", "generator": "its generator"}
     when = {"rounds": "every round", "once": "once"}
     when |= {"before": "once, before the first round", "after": "once, after the last round"}
@@ -109,8 +109,8 @@ def test_the_page_on_privacy_has_the_table_of_shares():
 
 
 @pytest.mark.parametrize("name", ["fedavg", "avgpush", "cwt", "fml", "proxyfl"])
-def test_no_other_file_asks_for_a_method_by_name(name):
-    """Demos and benchmarks choose one; whoever wants to know something of a method asks its row."""
+def test_no_other_file_refers_to_a_method_by_name(name):
+    """Demos and benchmarks choose a method; all other code reads its row."""
     known = re.compile(rf"""["']{name}["']""")
     files = [path for path in PACKAGE.rglob("*.py") if known.search(path.read_text("utf-8"))]
     places = ("demo/run", "stages/bench", "federation/methods", "hospitals/demo", "synthesis/stages/baselines")

@@ -1,4 +1,4 @@
-"""Documentation that stays true: it names what there is, and the configuration reference is made from the models."""
+"""Tests that the documentation names existing commands, keys and links and has a current configuration reference."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def test_the_configuration_reference_is_current():
     assert text_of("docs/reference/configuration.md") == render_reference_page(), "run `make docs`"
 
 
-def test_every_key_has_a_meaning_of_its_own():
+def test_every_key_has_a_description_and_a_type():
     rows = find_keys()
     assert len(rows) == len({row["key"] for row in rows}) > 100
     for row in rows:
@@ -69,7 +69,7 @@ def test_config_explains_a_key_a_section_and_all():
     assert (rounds["type"], rounds["default"]) == ("integer ≥ 1, ≤ 1000000", 30)
 
 
-def test_files_that_machines_read_name_what_there_is():
+def test_machine_readable_files_name_existing_things():
     made = re.findall(r"\]\((\S+)\.html\)", text_of("docs/llms.txt"))
     assert len(made) >= 20
     for name in made:
@@ -81,12 +81,12 @@ def test_files_that_machines_read_name_what_there_is():
         assert said and {max(pair) for pair in said} <= goals, page_
 
 
-def test_an_unknown_key_says_what_is_meant():
+def test_an_unknown_key_is_refused_with_a_suggestion():
     refused(lambda: find_keys("train.roundes"), "unknown key 'train.roundes'", "did you mean 'train.rounds'?")
     refused(lambda: find_keys("trian"), "did you mean 'train'?")
 
 
-def test_links_lead_somewhere_and_keys_that_are_named_exist():
+def test_links_and_named_keys_exist():
     known, sections, wrong = {row["key"] for row in find_keys()}, set(pipeline_model().model_fields), []
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
@@ -110,7 +110,7 @@ def test_every_command_and_pipeline_is_described():
     assert [p.stem for p in find_shipped_folder("pipelines").glob("*.toml") if f"`{p.stem}`" not in described] == []
 
 
-def test_the_pipelines_of_the_hospital_pages_promise_epsilon_to_patients(tmp_path):
+def test_the_pipelines_of_the_hospital_pages_guarantee_epsilon_per_patient(tmp_path):
     text = text_of("docs/tutorials/hospitals.md") + text_of("docs/how-to/operate-federation.md")
     named = {*re.findall(r"--pipeline (\w+)", text), "hospitals"}
     assert "camelyon17_hospitals" in named
@@ -138,7 +138,7 @@ def test_help_and_the_page_of_commands_have_the_same_groups():
 
 
 def list_commands(text):
-    """Return the command lines of a page as words: those of blocks, and those in backticks."""
+    """Return the command lines of a page as words, from code blocks and from backticks."""
     text = text.replace("\\\n", " ")
     blocks = re.findall(r"^(?:    |\*/\d+ .*?)?((?:[^|`\n]*&& )?wsi-fl .+)$", text, re.MULTILINE)
     for line in (*blocks, *re.findall(r"`(wsi-fl [^`]+)`", text)):
@@ -157,7 +157,7 @@ OTHER_WORDS = ("greet", "installs")
 
 
 def parse_command(program, words):
-    """Parse a command line without a look at values; UsageError for what does not exist."""
+    """Parse a command line without its values; raise UsageError for an unknown command or option."""
     command, context = program, typer.Context(program, info_name="wsi-fl")
     while hasattr(command, "get_command") and words and not words[0].startswith("-"):
         name, *words = words
@@ -217,7 +217,7 @@ def test_the_keys_of_json_documents_exist(commands, kinds):
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_old_name_is_refused_in_one_line_that_has_the_new_one(study, monkeypatch, capsys, old, new):
+def test_an_old_name_is_refused_in_one_line_with_the_new_name(study, monkeypatch, capsys, old, new):
     table = text_of("CHANGELOG.md").partition("### Renamed before 1.0")[2].partition("\n### ")[0]
     assert old.removeprefix("wsi-fl ").split()[-1].strip("'-") in table
     assert new.removeprefix("wsi-fl ").split()[-1].strip("'-") in table

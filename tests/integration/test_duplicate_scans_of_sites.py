@@ -1,4 +1,4 @@
-"""One scan under several names is never silent: not in slides, features or images, and not between sites."""
+"""Tests that duplicate slides, features and images are reported, within a site and between sites."""
 
 import csv
 
@@ -36,8 +36,8 @@ def slide(path, seed):
     tifffile.imwrite(path, pixels, tile=(128, 128), photometric="rgb", compression="jpeg", **tag)
 
 
-def archive_of(root, rows):
-    """An archive of slides: name → (patient, site, seed, split), with a table."""
+def write_archive(root, rows):
+    """Write an archive of slides, name → (patient, site, seed, split), with a table."""
     (root / "slides").mkdir(parents=True)
     table = ["slide,patient,site,label,split"]
     for name, (patient, site, seed, split) in rows.items():
@@ -47,25 +47,25 @@ def archive_of(root, rows):
     return root
 
 
-def study_of(archive):
+def make_archive_study(archive):
     document = init_study(archive / "study", archive=archive)
     return Study(archive / "study"), document
 
 
-def splits_of(study, site):
+def read_splits(study, site):
     with open_store(study, site) as store:
         return dict(zip(store.table.patient.tolist(), store.table.split.tolist(), strict=True))
 
 
-def test_one_scan_of_several_patients_is_in_one_split_and_told_by_init_tile_and_check(tmp_path):
+def test_a_scan_of_several_patients_is_in_one_split_and_reported_by_init_tile_and_check(tmp_path):
     rows = {f"s{k}": (f"p{k}", "A", 70 if k < 4 else k, "") for k in range(8)}
-    study, document = study_of(archive_of(tmp_path, rows))
+    study, document = make_archive_study(write_archive(tmp_path, rows))
     named = [f"s{k} (patient p{k})" for k in range(4)]
     assert all(name in document["notes"][0] for name in named)
     made = tile_slides(study, site="A", overrides=[*SETTINGS, "slides.test_fraction=0.5"])
     (line,) = made["sites"][0]["copies"]
     assert all(name in line for name in named) and "s4" not in line and "counts 4" in line
-    splits = splits_of(study, "A")
+    splits = read_splits(study, "A")
     assert len({splits[f"p{k}"] for k in range(4)}) == 1 and set(splits.values()) == {"train", "test"}
     checked = check_sites(study, site="A")
     assert checked["sites"][0]["copies"] == [line] and checked["ok"]
@@ -73,16 +73,16 @@ def test_one_scan_of_several_patients_is_in_one_split_and_told_by_init_tile_and_
 
 def test_a_split_that_a_table_prescribes_leaks_no_scan_into_the_test(tmp_path):
     rows = {"a": ("p", "A", 1, "test"), "b": ("q", "A", 1, "train"), "c": ("r", "A", 2, "test")}
-    study, _ = study_of(archive_of(tmp_path, rows))
+    study, _ = make_archive_study(write_archive(tmp_path, rows))
     row = tile_slides(study, site="A", overrides=SETTINGS)["sites"][0]
     (aside,) = row["failed"]
     assert aside["slide"] == "a" and "same scan as b of patient q, which is in train" in aside["reason"]
-    assert splits_of(study, "A") == {"q": "train", "r": "test"}
+    assert read_splits(study, "A") == {"q": "train", "r": "test"}
 
 
-def test_one_scan_at_two_sites_is_told_by_init_tile_and_check(tmp_path):
+def test_a_scan_at_two_sites_is_reported_by_init_tile_and_check(tmp_path):
     rows = {f"{site}{k}": (f"p{site}{k}", site, k, "") for site in "AB" for k in range(2)}
-    study, document = study_of(archive_of(tmp_path, rows))
+    study, document = make_archive_study(write_archive(tmp_path, rows))
     assert sum("site A" in note and "site B" in note for note in document["notes"]) == 2
     made = tile_slides(study, site=None, overrides=SETTINGS)
     assert made["sites"][0]["copies"] == [] and len(made["copies"]) == 2
@@ -90,9 +90,9 @@ def test_one_scan_at_two_sites_is_told_by_init_tile_and_check(tmp_path):
     assert check_sites(study, site=None)["copies"] == made["copies"]
 
 
-def test_two_scans_of_one_patient_that_are_one_are_told(tmp_path):
+def test_duplicate_scans_of_a_patient_are_reported(tmp_path):
     rows = {"a": ("p", "A", 1, ""), "b": ("p", "A", 1, ""), "c": ("q", "A", 2, "")}
-    study, _ = study_of(archive_of(tmp_path, rows))
+    study, _ = make_archive_study(write_archive(tmp_path, rows))
     made = tile_slides(study, site="A", overrides=SETTINGS)["sites"][0]
     assert made["copies"] == ["a (patient p) and b (patient p) are one scan, which counts 2 times"]
     assert not made["failed"] and made["train"]
@@ -130,7 +130,7 @@ def draw_features(seed, n=5):
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_features_of_one_scan_are_told_by_import_check_and_train(tmp_path, n, wsi_fl):
+def test_duplicate_features_are_reported_by_import_check_and_train(tmp_path, n, wsi_fl):
     study = features_study(tmp_path / "study", "A")
     bags = {f"s{k}": (f"p{k}", draw_features(k, n)) for k in range(8)}
     bags["again"] = ("other", draw_features(2, n)[::-1])  # patch for patch, in another order
@@ -144,7 +144,7 @@ def test_features_of_one_scan_are_told_by_import_check_and_train(tmp_path, n, ws
     assert "s2 (patient p2)" in ended.stderr and "are one scan" in ended.stderr
 
 
-def test_features_that_a_table_puts_into_two_splits_are_trained_on_alone(tmp_path):
+def test_features_that_a_table_puts_into_two_splits_are_only_trained_on(tmp_path):
     study = features_study(tmp_path / "study", "A")
     bags = {
         "a": ("p", draw_features(0)),
@@ -157,7 +157,7 @@ def test_features_that_a_table_puts_into_two_splits_are_trained_on_alone(tmp_pat
     assert aside["slide"] == "b" and "same scan as a of patient p" in aside["reason"] and row["bags"] == 3
 
 
-def test_images_that_are_there_twice_are_told_and_not_drawn_for_the_test(tmp_path):
+def test_duplicate_images_are_reported_and_never_drawn_for_testing(tmp_path):
     study = make_study(tmp_path / "study", n_sites=0)
     x = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3)).astype(np.uint8)
     x[20:] = x[:20]
@@ -174,7 +174,7 @@ def test_images_that_are_there_twice_are_told_and_not_drawn_for_the_test(tmp_pat
     assert partition_images(study, tmp_path / "once.npz", n_sites=1, prefix="U")["copies"] == []
 
 
-def test_a_store_of_an_older_version_whose_test_leaks_is_told(tmp_path):
+def test_a_store_of_an_older_version_with_a_leaking_test_set_is_reported(tmp_path):
     study = features_study(tmp_path / "study", "A")
     names = np.array(["a", "b", "c"])
     table = BagTable(
@@ -189,7 +189,7 @@ def test_a_store_of_an_older_version_whose_test_leaks_is_told(tmp_path):
     assert "(patient p) and b" in "".join(one.text for one in render_check_lines(checked) if isinstance(one, TextLine))
 
 
-def test_a_real_hospital_reads_of_its_copies_in_its_own_log_alone(tmp_path):
+def test_duplicates_of_a_real_hospital_are_reported_in_its_local_log_only(tmp_path):
     study = features_study(tmp_path / "study", "A")
     bags = {f"s{k}": (f"p{k}", draw_features(k)) for k in range(8)} | {"again": ("other", draw_features(2))}
     bring(study, "A", tmp_path / "a", bags)

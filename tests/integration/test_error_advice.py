@@ -1,4 +1,4 @@
-"""Advice works: every command that a message names can be given, and `doctor` says what is missing."""
+"""Tests of advice in messages, of progress lines and of `doctor`."""
 
 import ast
 import errno
@@ -33,7 +33,7 @@ _COMMAND = re.compile(r"`(wsi-fl [^`]*)`|next: (wsi-fl [^;`]*)|\((wsi-fl [^)]*)\
 
 
 def _texts(tree: ast.AST):
-    """(line, text) of all strings of a module; what is put into one is 1."""
+    """Return (line, text) of all strings of a module, with 1 for each inserted value."""
     joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     inside = {id(one) for node in joined for one in node.values}
     for node in ast.walk(tree):
@@ -47,8 +47,8 @@ def _texts(tree: ast.AST):
 
 
 @cache
-def advised() -> list[tuple[str, str]]:
-    """(place, command) of every command that a text of the package names."""
+def find_commands() -> list[tuple[str, str]]:
+    """Return (place, command) of every command named in a text of the package."""
     found = {}
     sources = ((path, path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py")))
     for path, source in ((path, source) for path, source in sources if "wsi-fl" in source):
@@ -64,7 +64,7 @@ def advised() -> list[tuple[str, str]]:
 
 
 def _parses(command: str) -> None:
-    """The command exists, and takes these options with these numbers of values; others may still be asked for."""
+    """Return whether the command and its options exist; required arguments may be missing."""
     words = ["1" if word == "N" else word for word in shlex.split(command)[1:] if word not in ("&&", "…")]
     here = ROOT
     if words[0] in ("1", "ARGUMENTS"):  # a command that the text is told
@@ -81,7 +81,7 @@ def _parses(command: str) -> None:
 
 def test_every_command_that_a_message_names_can_be_given():
     wrong = []
-    for place, command in advised():
+    for place, command in find_commands():
         try:
             _parses(command)
         except (AssertionError, WRONG) as error:
@@ -90,7 +90,7 @@ def test_every_command_that_a_message_names_can_be_given():
 
 
 def test_commands_that_do_not_exist_are_noticed():
-    assert len(advised()) > 40
+    assert len(find_commands()) > 40
     for command in ("wsi-fl tiles", "wsi-fl train --again", "wsi-fl federation start --stop X"):
         with pytest.raises((AssertionError, WRONG)):
             _parses(command)
@@ -103,8 +103,8 @@ def test_commands_that_do_not_exist_are_noticed():
         (OSError(errno.ENOSPC, "No space left on device"), "free some space and continue"),
     ],
 )
-def test_what_ends_a_local_run_names_the_command_that_goes_on(pair, wsi_fl, monkeypatch, ended, words):
-    """And that command goes on: no round stands twice, no second run begins."""
+def test_an_interrupted_local_run_names_the_command_that_resumes_it(pair, wsi_fl, monkeypatch, ended, words):
+    """The command resumes the run: no round is repeated and no second run begins."""
     real, calls = loop._log_round, []
 
     def log(*args, **kwargs):
@@ -125,7 +125,7 @@ def test_what_ends_a_local_run_names_the_command_that_goes_on(pair, wsi_fl, monk
     assert {line["run"] for line in lines} == {lines[0]["run"]}
 
 
-def test_the_first_line_waits_for_no_import_and_is_of_long_commands_alone(tmp_path, wsi_fl):
+def test_long_commands_alone_print_a_first_line_before_heavy_imports(tmp_path, wsi_fl):
     code = (
         "import sys; sys.argv = ['wsi-fl', 'train']; import wsi_fl.__main__ as m\n"
         "import wsi_fl.stages.training.train, wsi_fl.stages.prepare.tile\n"
@@ -148,7 +148,7 @@ def test_the_first_line_waits_for_no_import_and_is_of_long_commands_alone(tmp_pa
         ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ],
 )
-def test_only_the_first_rank_says_that_it_starts(monkeypatch, capsys, size, rank):
+def test_only_the_first_rank_reports_its_start(monkeypatch, capsys, size, rank):
     command = announce_start(lambda: None, "train")
     for number, said in (("1", ""), ("0", "wsi-fl train: starting …\n")):
         monkeypatch.setenv(size, "2")
@@ -164,7 +164,7 @@ def _eight_cores(monkeypatch):
 
 
 @pytest.mark.usefixtures("_eight_cores")
-def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
+def test_ranks_started_by_the_users_mpiexec_share_the_cores(monkeypatch, capsys):
     taken = []
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     monkeypatch.setattr("torch.set_num_threads", taken.append)
@@ -178,7 +178,7 @@ def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
     assert taken == [2, 2] and not capsys.readouterr().err
 
 
-def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys):
+def test_without_a_terminal_progress_is_printed_from_the_start(monkeypatch, capsys):
     monkeypatch.setattr(console, "_LINE_EVERY_S", 0.02)
     monkeypatch.setattr(console, "stderr", Console(stderr=True, force_terminal=False, soft_wrap=True))
     with console.ProgressBars("tile") as bars:
@@ -191,7 +191,7 @@ def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys)
     assert not capsys.readouterr().err
 
 
-def test_progress_over_works_one_after_another_never_goes_back(capsys):
+def test_progress_over_successive_tasks_never_goes_back(capsys):
     bars, shown = console.ProgressBars("train"), []
     for before in range(3):
         one = console.NestedProgress(bars, before, 3)
@@ -204,7 +204,7 @@ def test_progress_over_works_one_after_another_never_goes_back(capsys):
     assert "about 0 s left" not in " ".join(shown[2:]) and shown[-1] == "train: 100%, finishing"
 
 
-def test_what_is_left_counts_down_between_two_steps():
+def test_the_remaining_time_counts_down_between_two_steps():
     bars = console.ProgressBars("train")
     bars.update("C1", 1, 4)
     now = time.monotonic()  # a step took 30 s, and 30 s more have gone
@@ -221,7 +221,7 @@ def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch):
     assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "2" and not launch.describe_threads(4)
 
 
-def test_doctor_tries_what_the_work_needs(wsi_fl, tmp_path):
+def test_doctor_checks_every_requirement(wsi_fl, tmp_path):
     document = json.loads(wsi_fl("doctor", "--json", cwd=tmp_path).stdout)
     names = [row["name"] for row in document["checks"]]
     assert names == ["Python", "OpenSlide", "PyTorch", "MPI", "GPU", "disk"]
@@ -231,7 +231,7 @@ def test_doctor_tries_what_the_work_needs(wsi_fl, tmp_path):
 
 
 @pytest.mark.parametrize("problem", [WsiFlError("no slide can be read"), ImportError("no module\nof that name")])
-def test_what_fails_in_doctor_is_one_line_and_the_rest_is_checked(monkeypatch, problem):
+def test_a_failed_check_of_doctor_is_one_line_and_the_others_still_run(monkeypatch, problem):
     def broken():
         raise problem
 

@@ -1,4 +1,4 @@
-"""Models that leave: files that WSInfer and onnxruntime run, cards that say what they are, and who must allow it."""
+"""Tests of exported models: files for WSInfer and onnxruntime, model cards and permissions."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ SIZE = 16
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def evaluated_run(tmp_path_factory):
     """A study of patches with an evaluated, audited run of ProxyFL."""
     study = make_study(tmp_path_factory.mktemp("export") / "study", n_sites=2)
     sets = ["audit.canaries=20", "train.rounds=2"]
@@ -40,31 +40,31 @@ def done(tmp_path_factory):
     return study, run
 
 
-def said(run, site, role, name, shape, x):
-    """What a run's own model says: probabilities."""
+def predict_probabilities(run, site, role, name, shape, x):
+    """Return the probabilities of a model of the run."""
     model = create_model(name, n_classes=2, shape=shape, seed=0)
     model.load_state_dict(RunFolder(run).site_folder(site).load_model(role))
     with torch.no_grad():
         return torch.softmax(model.eval()(x), 1).numpy()
 
 
-def as_trained(pixels):
-    """Patches as models see them."""
+def prepare_patches(pixels):
+    """Return patches as models receive them."""
     return torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1
 
 
-def card_of(study, document):
+def read_card(study, document):
     folder = study.root / document["out"]
     return json.loads((folder / "model_card.json").read_text()), (folder / "MODEL_CARD.md").read_text()
 
 
-def pixels_of(study, site="S0"):
+def read_pixels(study, site="S0"):
     with PatchStore(study.store_path(site)) as store:
         return store.read(np.arange(8))
 
 
-def as_wsinfer_runs(folder, pixels):
-    """As WSInfer does: the transforms of config.json on PIL images, `torch.jit.load`, softmax over the logits.
+def predict_as_wsinfer(folder, pixels):
+    """Predict as WSInfer does: the transforms of config.json on PIL images, `torch.jit.load`, softmax over the logits.
 
     Source: SBU-BMI/wsinfer 0.6.1, modellib/transforms.py, models.py and run_inference.py.
     """
@@ -88,14 +88,14 @@ REQUIRED = {
 
 
 def check_config(config):
-    """As the zoo's schema and `ModelConfiguration` say."""
+    """Check config.json against the schema of the zoo and `ModelConfiguration`."""
     assert {key: type(config[key]) for key in REQUIRED} == REQUIRED and config["spec_version"] == "1.0"
     assert len(set(config["class_names"])) == config["num_classes"] == len(config["class_names"])
     for step in config["transform"]:
         assert set(step) <= {"name", "arguments"} and step["name"] in {"Resize", "ToTensor", "Normalize"}
 
 
-def onnx_of(folder):
+def load_onnx(folder):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
 
@@ -107,45 +107,45 @@ def onnx_of(folder):
     return run
 
 
-def test_a_proxy_runs_in_wsinfer_as_it_does_here(done):
-    study, run = done
+def test_an_exported_proxy_predicts_the_same_in_wsinfer(evaluated_run):
+    study, run = evaluated_run
     document = export_model(study, run, model_name="proxy", form="wsinfer")
-    folder, pixels = study.root / document["out"], pixels_of(study)
+    folder, pixels = study.root / document["out"], read_pixels(study)
     config = json.loads((folder / "config.json").read_text())
     check_config(config)
     assert (config["patch_size_pixels"], config["spacing_um_px"]) == (SIZE, 1.0)
-    ours = said(study.root / run, "S0", "proxy", "mlp", Images(3, SIZE), as_trained(pixels))
-    assert np.abs(as_wsinfer_runs(folder, pixels) - ours).max() < 1e-5
+    ours = predict_probabilities(study.root / run, "S0", "proxy", "mlp", Images(3, SIZE), prepare_patches(pixels))
+    assert np.abs(predict_as_wsinfer(folder, pixels) - ours).max() < 1e-5
     assert ours.std(0).max() > 1e-3  # answers differ, so that agreeing says something
 
 
 @pytest.mark.slow
-def test_onnxruntime_says_the_same(done):
-    study, run = done
+def test_onnxruntime_predicts_the_same(evaluated_run):
+    study, run = evaluated_run
     document = export_model(study, run, model_name="private", form="onnx", site="S1", private=True)
-    say = onnx_of(study.root / document["out"])
+    say = load_onnx(study.root / document["out"])
     for n in (1, 8):
-        x = as_trained(pixels_of(study)[:n])
-        ours = said(study.root / run, "S1", "private", "cnn1", Images(3, SIZE), x)
+        x = prepare_patches(read_pixels(study)[:n])
+        ours = predict_probabilities(study.root / run, "S1", "private", "cnn1", Images(3, SIZE), x)
         assert np.abs(say(x) - ours).max() < 1e-5
 
 
-def test_the_card_has_the_verdict_of_comparisons(done, tmp_path):
-    study, run = done
+def test_the_card_has_the_verdict_of_comparisons(evaluated_run, tmp_path):
+    study, run = evaluated_run
     copy = type(study)(tmp_path / "study")
     shutil.copytree(study.root, copy.root)
-    card, text = card_of(copy, export_model(copy, run, model_name="proxy", form="wsinfer"))
+    card, text = read_card(copy, export_model(copy, run, model_name="proxy", form="wsinfer"))
     assert card["benefit"] is None and "Benefit of federation" not in text
     document = compare_methods(copy, [run])
-    card, text = card_of(copy, export_model(copy, run, model_name="proxy", form="wsinfer"))
+    card, text = read_card(copy, export_model(copy, run, model_name="proxy", form="wsinfer"))
     assert card["benefit"]["verdict"] == document["benefit"]["all"]["verdict"]
     assert benefit_figure.verdict_words(document["benefit"]["all"], benefit_figure.ALL_SITES) in text
 
 
-def test_the_card_says_what_the_run_found(done):
-    study, run = done
+def test_the_card_has_the_results_of_the_run(evaluated_run):
+    study, run = evaluated_run
     folder = study.root / run
-    card, text = card_of(study, export_model(study, run, model_name="proxy", form="wsinfer"))
+    card, text = read_card(study, export_model(study, run, model_name="proxy", form="wsinfer"))
     proxies = json.loads((folder / "evaluation.json").read_text())["sites"][0]["models"]["proxy"]
     assert card["metrics"]["parts"][0]["accuracy"] == proxies["accuracy"]
     assert card["metrics"]["parts"][1]["accuracy"] == proxies["own"]["accuracy"]
@@ -162,8 +162,8 @@ def test_the_card_says_what_the_run_found(done):
     assert 0.01 < most < 1 and f"all other data identifies at most {100 * most:.1f}" in text
 
 
-def test_what_may_not_leave_stays(done, tmp_path):
-    study, run = done
+def test_models_that_may_not_leave_the_site_are_not_exported(evaluated_run, tmp_path):
+    study, run = evaluated_run
     for how, *words in (
         ({"model_name": "private", "private": True}, "--site"),
         ({"model_name": "private", "site": "S0"}, "--private", "memorised"),
@@ -180,7 +180,7 @@ def test_what_may_not_leave_stays(done, tmp_path):
         return export_model(real, run, model_name="private", form="wsinfer", site=site, private=True)
 
     refused(lambda: private(run), "sites/S0.toml", 'allow = ["private_model"]')
-    card, text = card_of(real, export_model(real, run, model_name="proxy", form="wsinfer"))
+    card, text = read_card(real, export_model(real, run, model_name="proxy", form="wsinfer"))
     assert card["metrics"] is None and 'allow = ["scores"]' in text
     site = real.root / "sites" / "S0.toml"
     site.write_text(site.read_text().replace('"patches"', '"patches", "private_model"'))
@@ -190,28 +190,30 @@ def test_what_may_not_leave_stays(done, tmp_path):
     refused(lambda: private(again, "S1"), "S1")
 
 
-def test_a_shared_model_without_privacy_says_so(pair):
+def test_the_card_of_a_shared_model_without_privacy_names_the_lack(pair):
     quick = ["privacy.enabled=false", "train.rounds=1"]
     run = trained(pair, "fedavg", *quick)["run"]
     document = export_model(pair, run, model_name="shared", form="wsinfer")
-    assert "memorised" in document["warning"] and not card_of(pair, document)[0]["privacy"]["covered"]
+    assert "memorised" in document["warning"] and not read_card(pair, document)[0]["privacy"]["covered"]
     refused(lambda: export_model(pair, run, model_name="private", form="wsinfer"), "has shared")
 
 
-def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it_takes(tmp_path):
+def test_patches_are_reduced_as_in_training_and_an_onnx_file_describes_its_input(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     study = make_study(tmp_path / "study", n_sites=1, size_px=32)
     sets = ["train.input_px=16", "privacy.enabled=false", "train.rounds=1"]
     run = trained(study, "regular", *sets)["run"]
     document = export_model(study, run, model_name="private", form="wsinfer", site="S0", private=True)
-    pixels = pixels_of(study)
-    ours = said(study.root / run, "S0", "private", "cnn1", Images(3, 16), as_trained(downsample_pixels(pixels, 16)))
-    assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
+    pixels = read_pixels(study)
+    ours = predict_probabilities(
+        study.root / run, "S0", "private", "cnn1", Images(3, 16), prepare_patches(downsample_pixels(pixels, 16))
+    )
+    assert np.abs(predict_as_wsinfer(study.root / document["out"], pixels) - ours).max() < 1e-5
     document = export_model(study, run, model_name="private", form="onnx", site="S0", private=True)
-    whole = as_trained(pixels)  # as WSInfer's transform makes it: one contract for both files
-    assert np.abs(onnx_of(study.root / document["out"])(whole) - ours).max() < 1e-5
+    whole = prepare_patches(pixels)  # as WSInfer's transform makes it: one contract for both files
+    assert np.abs(load_onnx(study.root / document["out"])(whole) - ours).max() < 1e-5
     takes = "`images` float32[batch, 3, 32, 32], pixels / 127.5 − 1; reduced inside to 16 px by area, as in training"
-    card, text = card_of(study, document)
+    card, text = read_card(study, document)
     assert card["model"]["input"] == takes and takes in text
     session = onnxruntime.InferenceSession(str(study.root / document["out"] / "model.onnx"))
     assert session.get_modelmeta().custom_metadata_map["input"] == takes
@@ -219,30 +221,30 @@ def test_patches_are_reduced_as_in_training_and_an_onnx_file_says_itself_what_it
 
 
 @pytest.mark.slow
-def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path, tiny_weights):
+def test_a_head_is_exported_with_its_encoder_for_wsinfer_and_without_it_for_onnx(tmp_path, tiny_weights):
     weights = Path(shutil.copy(tiny_weights, tmp_path / "weights.safetensors"))
     study = make_study(tmp_path / "study", n_sites=1, size_px=32)
     sets = ["features.encoder=test_efficientnet", f"features.weights={weights}", "features.input_px=48"]
     make_features(study, site="S0", overrides=sets)
     heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head", "train.rounds=1"]
     run = trained(study, "proxyfl", *sets, *heads)["run"]
-    pixels = pixels_of(study)
+    pixels = read_pixels(study)
     seen = Encoder("test_efficientnet", weights, input_px=48)(pixels)
     x = torch.from_numpy(seen)
-    ours = said(study.root / run, "S0", "proxy", "linear_head", Vectors(x.shape[1]), x)
+    ours = predict_probabilities(study.root / run, "S0", "proxy", "linear_head", Vectors(x.shape[1]), x)
     document = export_model(study, run, model_name="proxy", form="wsinfer")
-    assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
-    card = card_of(study, document)[0]
+    assert np.abs(predict_as_wsinfer(study.root / document["out"], pixels) - ours).max() < 1e-5
+    card = read_card(study, document)[0]
     assert card["model"]["architecture"] == "test_efficientnet+linear_head"
     assert "sha256:" in card["inputs"]["encoder"]
     document = export_model(study, run, model_name="proxy", form="onnx")
-    assert np.abs(onnx_of(study.root / document["out"])(seen) - ours).max() < 1e-5
+    assert np.abs(load_onnx(study.root / document["out"])(seen) - ours).max() < 1e-5
     weights.unlink()
     refused(lambda: export_model(study, run, model_name="proxy", form="wsinfer"), "use --format onnx")
 
 
-def test_a_shared_head_leaves_without_any_sites_sums(pair):
-    """What is exported follows from what was released; the site's own exact sums change nothing in it."""
+def test_a_shared_head_is_exported_without_local_statistics(pair):
+    """The exported head follows from the released statistics; the exact local statistics do not enter it."""
     rng = np.random.default_rng(0)
     for site in ("S0", "S1"):
         y = rng.integers(0, 2, 60)
@@ -250,18 +252,18 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
         patients = [f"p{k}" for k in range(60)]
         write_features(pair, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
     run = trained(pair, "oneshot", "train.data=features", "model.projection=4")["run"]
-    _, text = card_of(pair, export_model(pair, run, model_name="shared", form="onnx"))
+    _, text = read_card(pair, export_model(pair, run, model_name="shared", form="onnx"))
     assert "None are exported with this model: the run was not evaluated." in text
     evaluate(pair, run)
     compare_methods(pair, [run])
     document = export_model(pair, run, model_name="shared", form="onnx")
-    card, text = card_of(pair, document)
+    card, text = read_card(pair, document)
     assert "one-shot global head as released" in text and "None are exported" not in text
     assert "In the run federation (ensembles with local models) reached" in text
     head = SharedHead(2, 12, projection=4)
     head.load_state_dict(RunFolder(pair.root / run).site_folder("S0").load_model("shared"))
     x = torch.randn(20, 12)
-    say = onnx_of(pair.root / document["out"])
+    say = load_onnx(pair.root / document["out"])
     public = head.solve_released_head()
     buffers = {name for name, _ in public.named_buffers()}
     assert isinstance(public, SolvedHead) and buffers == {"mean", "components", "weights", "bias"}
@@ -278,7 +280,7 @@ def test_a_shared_head_leaves_without_any_sites_sums(pair):
 
 
 @pytest.mark.slow
-def test_what_onnx_cannot_say_is_refused_in_one_line(tmp_path):
+def test_models_that_onnx_cannot_express_are_refused_in_one_line(tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     model = create_model("transmil", n_classes=3, shape=Bags(6), seed=0).eval()
     refused(lambda: write_onnx(tmp_path / "model.onnx", model, Bags(6)), "works bag by bag")
@@ -286,7 +288,7 @@ def test_what_onnx_cannot_say_is_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", [*nightly("abmil"), "deepset_attention"])
-def test_bags_leave_as_onnx_for_any_number_of_patches(name, tmp_path):
+def test_bag_models_are_exported_to_onnx_for_any_number_of_patches(name, tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     model = create_model(name, n_classes=3, shape=Bags(6), seed=0).eval()
     assert write_onnx(tmp_path / "model.onnx", model, Bags(6)) < 1e-5
@@ -294,12 +296,12 @@ def test_bags_leave_as_onnx_for_any_number_of_patches(name, tmp_path):
     x = pack_bags([rng.normal(size=(m, 6)).astype(np.float32) for m in (1, 9, 30)])
     with torch.no_grad():
         ours = torch.softmax(model(torch.from_numpy(x)), 1).numpy()
-    assert np.abs(onnx_of(tmp_path)(x) - ours).max() < 1e-5
+    assert np.abs(load_onnx(tmp_path)(x) - ours).max() < 1e-5
 
 
-def test_a_file_that_says_something_else_is_not_written(tmp_path):
+def test_an_export_with_different_predictions_is_not_written(tmp_path):
     class Fickle(torch.nn.Module):
-        """A trace keeps the number of rows that it saw."""
+        """A model whose trace depends on the batch size."""
 
         def forward(self, x):
             return torch.stack([x.mean((1, 2, 3)) * float(len(x)), x[:, 0, 0, 0]], 1)
@@ -310,7 +312,7 @@ def test_a_file_that_says_something_else_is_not_written(tmp_path):
 
 
 class Noisy(torch.nn.Module):
-    """Logits that differ by so much between a batch and single examples, or between the model and its file."""
+    """A model whose logits differ between a batch and single examples, or between the model and its file."""
 
     def __init__(self, by, *, of_file=False, scale=1.0):
         super().__init__()
@@ -332,7 +334,7 @@ class Noisy(torch.nn.Module):
         (Noisy(float("nan")), False),
     ],
 )
-def test_a_file_is_compared_as_finely_as_the_model_answers(tmp_path, model, written):
+def test_an_export_is_compared_as_finely_as_the_model_reproduces_itself(tmp_path, model, written):
     if written:
         assert write_torchscript(tmp_path / "model.pt", model, Images(3, 8)) < 1e-4
     else:
@@ -341,8 +343,8 @@ def test_a_file_is_compared_as_finely_as_the_model_answers(tmp_path, model, writ
     assert (tmp_path / "model.pt").exists() == written
 
 
-def test_the_command(done, wsi_fl):
-    study, run = done
+def test_the_export_command_prints_one_document(evaluated_run, wsi_fl):
+    study, run = evaluated_run
     told = wsi_fl("export", "--run", run, "--model", "proxy", "--format", "wsinfer", "--json", cwd=study.root)
     assert told.returncode in (0, None) and json.loads(told.stdout)["model"] == "proxy"
     for words in ((), ("--run", run), ("--site", "S0", "--private")):

@@ -1,4 +1,4 @@
-"""Features of every patch: what timm makes of them, whatever disturbs the making, and training on them."""
+"""Tests of patch features: agreement with timm, interruptions, and training on them."""
 
 import shutil
 
@@ -60,7 +60,7 @@ def study(made, tmp_path):
     return Study(shutil.copytree(made.root, tmp_path / "study"))
 
 
-def test_licence_and_memory_of_a_preset_are_said(made, tmp_path):
+def test_licence_and_memory_of_a_preset_are_reported(made, tmp_path):
     said, file = [], tmp_path / "weights.safetensors"
     state = build_preset_model(PRESETS["kaiko-vits16"]).state_dict()
     save_file({name: torch.zeros(one.shape) for name, one in state.items()}, file)
@@ -70,14 +70,14 @@ def test_licence_and_memory_of_a_preset_are_said(made, tmp_path):
 
 
 @pytest.mark.parametrize("section", ["features", "mosaic"])
-def test_who_lacks_weights_is_told_the_key_that_takes_them(made, section):
+def test_an_encoder_without_weights_is_refused_with_the_key_to_set(made, section):
     no_weights = Pipeline(mosaic=MosaicSettings(encoder="test_efficientnet"))
     wanted = f"{section}.weights = 'FILE.safetensors'"
     refused(lambda: load_encoder(made, no_weights, section, 1), wanted, error=WsiFlError)
 
 
 @pytest.mark.end_to_end
-def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(study, settings, tmp_path):
+def test_a_public_projection_is_fitted_on_slides_or_stores_and_is_reproducible(study, settings, tmp_path):
     public = tmp_path / "public"
     public.mkdir()
     for slide in simulated_slides.plan_slides(1, 2, 640, seed=9):
@@ -133,7 +133,7 @@ def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_we
         assert "test_efficientnet sha256:" in store.meta.encoder
 
 
-def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp_path, capsys):
+def test_a_second_run_writes_nothing_and_changes_are_noticed(study, settings, tmp_path, capsys):
     before = study.features_path("S0").read_bytes()
     assert [row["made"] for row in make_features(study, site=None, overrides=settings)["sites"]] == [0, 0]
     assert study.features_path("S0").read_bytes() == before
@@ -160,7 +160,7 @@ def test_methods_train_on_features(study, method):
     assert write_report(study, summary["run"]).exists()
 
 
-def test_models_of_other_inputs_are_refused_in_one_line(study):
+def test_models_for_other_inputs_are_refused_in_one_line(study):
     refused(lambda: create_model("cnn1", n_classes=2, shape=Vectors(4), seed=0), "linear_head, mlp_head")
     refused(lambda: create_model("linear_head", n_classes=2, shape=Bags(4), seed=0), "does not take bags")
     refused(lambda: create_model("linear_head", n_classes=2, shape=Images(3, 8), seed=0), "train.data = 'features'")
@@ -204,7 +204,7 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
     assert predict(study, run, site="C1", slides=[slide], overrides=there)["slides"]
 
 
-def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(study):
+def test_features_of_a_site_tiled_again_are_refused_by_new_runs_only(study):
     run = study.root / trained(study, "proxyfl", *HEADS)["run"]
     write_store(study, "S1", n_per_slide=14, size_px=32)
     refused(lambda: trained(study, "proxyfl", *HEADS), "tiled again; run `wsi-fl features --site S1`")
@@ -216,7 +216,7 @@ def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(s
 
 
 @pytest.mark.parametrize("method", ["proxyfl", "oneshot"])
-def test_a_patient_is_one_row_and_one_unit(method, tmp_path):
+def test_a_patient_is_one_row_and_one_privacy_unit(method, tmp_path):
     study, rng, n = make_study(tmp_path / "study", n_sites=2), np.random.default_rng(0), 18
     patients = np.repeat([f"p{k}" for k in range(n)], 5)
     slides = [f"{name}-{k > 2}" for name in dict.fromkeys(patients) for k in range(5)]  # of 3 and 2 patches
@@ -248,7 +248,7 @@ def test_a_patient_is_one_row_and_one_unit(method, tmp_path):
     refused(lambda: dry_run(study, method=method, overrides=["train.example=patient"]), "is for features")
 
 
-def test_patients_who_all_count_as_one_class_are_told(pair, capsys):
+def test_patients_of_a_single_class_are_reported(pair, capsys):
     patients = np.repeat([f"p{k}" for k in range(12)], 2)
     slides = [f"{name}-{k % 2}" for k, name in enumerate(patients)]  # one with, one without
     for site in pair.site_names():

@@ -1,4 +1,4 @@
-"""What the program writes is for its owner's eyes alone."""
+"""Tests that written files are readable by their owner only."""
 
 import os
 import stat
@@ -10,7 +10,7 @@ from conftest import SMALL, patches_of
 
 @pytest.fixture
 def open_umask():
-    """As on most machines: whatever is written can be read by everybody."""
+    """Set the usual umask, by which new files are readable by all users."""
     before = os.umask(0o022)
     yield
     os.umask(before)

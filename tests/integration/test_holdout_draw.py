@@ -1,4 +1,4 @@
-"""Who is held out is drawn with a secret of the hospital, and no number that others see follows from it."""
+"""Tests of the held-out draw: its secret, and that disclosed numbers do not depend on it."""
 
 import hashlib
 import threading
@@ -38,7 +38,7 @@ PER_PATIENT = "privacy.unit='patient'"
 
 
 def fill(study, site, names=NAMES, seed=0):
-    """Two rows of each patient, the last fifth for testing."""
+    """Write two rows of each patient, the last fifth for testing."""
     rng = np.random.default_rng(seed)
     patients = np.repeat(names, 2)
     label = np.arange(len(patients)) // 2 % 2
@@ -58,7 +58,7 @@ def study(tmp_path):
 
 
 def replies(study, *overrides, method="proxyfl", index=0):
-    """What a site brings to the preflight but for the settings, which all know."""
+    """Return the preflight replies of a site without the settings, which are common to all."""
     with RunContext.create(study, study.load_pipeline("small", overrides), method) as party:
         return {
             key: value for key, value in build_preflight(build_site(party, index), party).items() if key != "settings"
@@ -72,7 +72,7 @@ def part(study, *overrides, site="S0", method="proxyfl"):
 
 @pytest.mark.parametrize("site", ["S0", "S1"])
 @pytest.mark.parametrize("unit", ["privacy.unit='row'", PER_PATIENT])
-def test_whoever_is_held_out_n_is_that_of_all_and_so_is_all_that_is_told(study, unit, site):
+def test_disclosed_numbers_do_not_depend_on_the_holdout_draw(study, unit, site):
     index = int(site[1])
     usual = replies(study, unit, index=index)
     assert usual["units"] == (48 if "row" in unit else 24)
@@ -86,8 +86,8 @@ def test_whoever_is_held_out_n_is_that_of_all_and_so_is_all_that_is_told(study, 
     assert folds[0] == folds[1] == folds[2] and folds[0]["units"] == (60 if "row" in unit else 30)
 
 
-def test_batches_of_all_units_hold_the_rows_of_those_that_are_learned_from(study):
-    """A unit that is held out is drawn at the same rate, and has no row."""
+def test_batches_sample_all_units_and_hold_rows_of_training_units_only(study):
+    """A held-out unit is drawn at the same rate and has no row."""
     for unit in ("privacy.unit='row'", PER_PATIENT):
         train_part, validation, units = part(study, unit, "train.val_fraction=0.4")
         rows = np.sort(units.draw_rows(np.arange(units.n), None))
@@ -99,7 +99,7 @@ def test_batches_of_all_units_hold_the_rows_of_those_that_are_learned_from(study
         assert [name_of[k] for k in units.of_row.tolist()] == train_part.patient.tolist()
 
 
-def test_released_letters_and_summaries_count_those_who_are_held_out_too(study):
+def test_released_statistics_and_summaries_count_held_out_patients_too(study):
     run = train(study, method="proxyfl", overrides=["train.val_fraction=0.4"], backend="local")
     rows = {row["site"]: row for row in run["sites"]}
     assert (rows["S0"]["n_train"], rows["S0"]["n_units"]) == (48, 48)
@@ -111,7 +111,7 @@ def test_released_letters_and_summaries_count_those_who_are_held_out_too(study):
 
 
 @pytest.mark.parametrize(("unit", "n"), [("privacy.unit='row'", 48), (PER_PATIENT, 24)])
-def test_a_letter_counts_those_who_are_held_out_and_is_believed(study, unit, n):
+def test_class_statistics_count_held_out_patients_and_are_accepted(study, unit, n):
     given = ("train.val_fraction=0.4", unit)
     made = release_statistics(study, site=None, overrides=given)
     assert [row["n"] for row in made["sites"]] == [n, n]
@@ -124,7 +124,7 @@ def test_a_letter_counts_those_who_are_held_out_and_is_believed(study, unit, n):
     assert audit_run(study, heads["run"])["sites"][0]["tail"]["n"] < n  # of whom the letter holds nothing
 
 
-def test_the_secret_is_made_once_and_belongs_to_its_owner_alone(study):
+def test_the_holdout_secret_is_created_once_and_readable_by_its_owner_only(study):
     path, found = secret_path(study, "S0"), []
     assert not path.exists() and load_holdout_draw(study, "S1") is PUBLIC_DRAW and not secret_path(study, "S1").exists()
     threads = [threading.Thread(target=lambda: found.append(load_holdout_draw(study, "S0"))) for _ in range(8)]
@@ -138,7 +138,7 @@ def test_the_secret_is_made_once_and_belongs_to_its_owner_alone(study):
     refused(lambda: load_holdout_draw(study, "S0"), "ledgers/S0.lots: damaged", "put its backup back", error=WsiFlError)
 
 
-def test_who_knows_the_names_and_the_seed_does_not_know_whom_it_holds_out(study):
+def test_names_and_seed_do_not_determine_the_holdout_draw(study):
     patient = np.array(NAMES)
     secrets = [HoldoutDraw(bytes([k] * 32)) for k in range(200)]
     held = np.array([draw_held_out(patient, 0.5, 7, lots) for lots in secrets])
@@ -151,7 +151,7 @@ def test_who_knows_the_names_and_the_seed_does_not_know_whom_it_holds_out(study)
     assert sorted(set(part(study, *given).validation.patient)) != by_name  # with a chance of 2⁻²⁴
 
 
-def test_studies_that_share_a_ledger_draw_alike_and_a_copy_does_too(study, tmp_path):
+def test_studies_that_share_a_ledger_and_copies_draw_the_same_holdout(study, tmp_path):
     other = make_study(tmp_path / "other", n_sites=0, text=HEADS)
     site_file(other, "S0").write_text(f'name = "S0"\n{REAL}\nledger = "{study.ledger_path("S0")}"\n')
     fill(other, "S0")
@@ -170,14 +170,14 @@ def test_folds_of_a_real_site_are_disjoint_and_repeat(study):
     assert parts != [tested(k, 1) for k in (1, 2, 3, 4)]
 
 
-def test_more_folds_than_patients_tell_nobody_how_many_a_real_site_has(study):
+def test_more_folds_than_patients_do_not_disclose_the_number_of_a_real_site(study):
     few = ("train.folds=40", "train.fold=40")
     refused(lambda: replies(study, *few), "site S1: 30 patients cannot be divided into 40 folds")
     make_real(study, "S1", says=f'{REAL}\nallow = ["patches"]')
     assert replies(study, *few)["units"] == replies(study, *few, index=1)["units"] == 60
 
 
-def test_a_run_is_refused_once_its_secret_is_another(study):
+def test_a_run_is_refused_after_its_holdout_secret_has_changed(study):
     given = ["train.val_fraction=0.4", "train.rounds=2"]
     run = train(study, method="proxyfl", overrides=given, backend="local")["run"]
     (study.root / run / "summary.json").unlink()
@@ -189,7 +189,7 @@ def test_a_run_is_refused_once_its_secret_is_another(study):
     assert again()["run"] == run
 
 
-def test_the_store_of_whoever_holds_nobody_out_is_known_by_its_digest_alone(study):
+def test_the_digest_of_a_store_without_a_holdout_does_not_depend_on_the_draw(study):
     def digest(*overrides, site="S0"):
         with open_data(study, site, study.load_pipeline("small", overrides)) as data:
             return data.digest()
@@ -200,7 +200,7 @@ def test_the_store_of_whoever_holds_nobody_out_is_known_by_its_digest_alone(stud
     assert digest(site="S1") == digest("train.val_fraction=0.2", site="S1")
 
 
-def test_made_real_a_site_draws_with_a_secret_from_then_on(study):
+def test_a_site_made_real_draws_its_holdout_with_a_secret(study):
     given = ("train.val_fraction=0.5",)
     before = set(part(study, *given, site="S1").validation.patient)
     make_real(study, "S1")
@@ -217,8 +217,8 @@ def test_made_real_a_site_draws_with_a_secret_from_then_on(study):
         ("books/S0.lots", "S0.lots.lots"),
     ],
 )
-def test_each_ledger_has_a_secret_of_its_own(study, ledger, secret):
-    """Ledgers that differ in what follows a dot are of other patients, and a secret is never where a ledger is."""
+def test_each_ledger_has_a_separate_holdout_secret(study, ledger, secret):
+    """Ledgers whose names differ after a dot are of other patients, and a secret never replaces a ledger."""
     site_file(study, "S0").write_text(f'name = "S0"\n{REAL}\nledger = "{ledger}"\n')
     assert load_holdout_draw(study, "S0").secret
     assert sorted(path.name for path in (study.root / "books").glob("[!.]*")) == [secret]

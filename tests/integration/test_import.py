@@ -1,4 +1,4 @@
-"""Features that exist already: what TRIDENT, CLAM and STAMP write becomes a feature store, or says why not."""
+"""Tests of importing features written by TRIDENT, CLAM, STAMP and LazySlide."""
 
 import csv
 import json
@@ -79,7 +79,7 @@ def contents(path):
 
 
 def brought(study, form, folder, table=None, **said):
-    """What the command says of the site; its labels are of four slides unless a table is named."""
+    """Import features and return the row of the site; the default table labels four slides."""
     table, facts = table or labels(study.root / "labels.csv"), ImportFacts(**said)
     found = import_features(study, site="S0", form=form, source=folder, labels=table, facts=facts)
     return found["sites"][0]
@@ -90,7 +90,7 @@ def reasons_of(row):
 
 
 @pytest.mark.parametrize("form", ["clam", "trident", "stamp"])
-def test_what_is_exported_comes_back_bit_for_bit(study, form, tmp_path):
+def test_exported_features_are_imported_bit_for_bit(study, form, tmp_path):
     before, columns_before = contents(study.mosaic_path("S0"))
     export_features(study, site="S0", form=form, out=tmp_path / form)
     study.mosaic_path("S0").unlink()
@@ -102,19 +102,19 @@ def test_what_is_exported_comes_back_bit_for_bit(study, form, tmp_path):
         assert values.dtype == columns_before[name].dtype and np.array_equal(values, columns_before[name])
 
 
-def drawn(names, d=D, dtype=np.float32):
-    """Features of four patches of each slide, and their places in units of one patch."""
+def draw_features(names, d=D, dtype=np.float32):
+    """Return features of four patches per slide and their places in units of one patch."""
     rng = np.random.default_rng(0)
     return {name: rng.normal(size=(4, d)).astype(dtype) for name in names}, np.arange(8).reshape(4, 2)
 
 
 def of_trident(folder, names="abcd", shape=lambda x: x, d=D, **attrs):
-    """As TRIDENT's `save_h5` writes: chunks of one row, and attributes of the patching."""
+    """Write as TRIDENT's `save_h5` does: chunks of one row, and attributes of the patching."""
     place = folder / "20x_256px_0px_overlap" / "features_uni_v1"
     place.mkdir(parents=True)
     said = {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40}
     said |= {"target_magnification": 20, "overlap": 0, "name": "", "savetodir": "/x"} | attrs
-    made, places = drawn(names, d)
+    made, places = draw_features(names, d)
     for name, x in made.items():
         with h5py.File(place / f"{name}.h5", "w") as file:
             rest = shape(x).shape[1:]
@@ -130,7 +130,7 @@ def of_stamp(folder, names="abcd", d=D, **attrs):
     (place / "deeper").mkdir(parents=True)
     said = {"stamp_version": "2.3.0", "extractor": "uni", "unit": "um", "tile_size_um": 256.0}
     said |= {"tile_size_px": 224, "code_hash": "0a1b2c3d", "feat_type": "tile"} | attrs
-    made, places = drawn(names, d, np.float16)
+    made, places = draw_features(names, d, np.float16)
     for name, x in made.items():
         with h5py.File(place / "deeper" / f"{name}.h5", "w") as file:
             file["coords"], file["feats"] = (places * 256).astype(np.float32), x
@@ -141,7 +141,7 @@ def of_stamp(folder, names="abcd", d=D, **attrs):
 def of_clam(folder, names="abcd"):
     for kind in ("h5_files", "pt_files"):
         (folder / kind).mkdir(parents=True)
-    made, places = drawn(names)
+    made, places = draw_features(names)
     for name, x in made.items():
         torch.save(torch.from_numpy(x), folder / "pt_files" / f"{name}.pt")
         with h5py.File(folder / "h5_files" / f"{name}.h5", "w") as file:
@@ -150,10 +150,10 @@ def of_clam(folder, names="abcd"):
 
 
 def of_lazyslide(folder, **spec):
-    """As wsidata's `features_anndata` makes it and AnnData's `write_h5ad` writes it."""
+    """Write the result of wsidata's `features_anndata` as AnnData's `write_h5ad` does."""
     folder.mkdir(parents=True)
     said = {"height": 256, "width": 256, "stride_width": 256, "mpp": 0.5, "base_downsample": 2.0} | spec
-    made, places = drawn("abcd")
+    made, places = draw_features("abcd")
     for name, x in made.items():
         with h5py.File(folder / f"{name}.h5ad", "w") as file:
             file.create_dataset("X", data=x, compression="gzip")
@@ -176,8 +176,8 @@ def labels(path, names="abcd", heading="slide_id,case_id,label", **more):
     return path
 
 
-def put(path, name, value=None):
-    """Put something else, or nothing, into the place of a dataset."""
+def replace_dataset(path, name, value=None):
+    """Replace or delete a dataset."""
     with h5py.File(path, "a") as file:
         del file[name]
         if value is not None:
@@ -188,7 +188,7 @@ def store_of(study):
     return BagStore(study.mosaic_path("S0"))
 
 
-def test_tridents_folder(study, tmp_path):
+def test_a_folder_of_trident_is_imported(study, tmp_path):
     one_bag = lambda x: x[None] if x[0, 0] > 0 else x  # noqa: E731
     folder, made = of_trident(tmp_path / "job", shape=one_bag)
     table = labels(tmp_path / "labels.csv", names=("a.svs", "b.svs", "c.svs", "d.svs"))
@@ -210,8 +210,8 @@ def test_tridents_folder(study, tmp_path):
         refused(lambda said=said: brought(study, "trident", folder, table, **said), word, "a.h5")
 
 
-def of_two_tools(study, tmp_path, **stamp):
-    """A hospital with TRIDENT's features of UNI, and one with STAMP's."""
+def make_two_tool_study(study, tmp_path, **stamp):
+    """Make a hospital with TRIDENT's features of UNI and one with STAMP's."""
     trident, _ = of_trident(tmp_path / "trident", "abcdefgh", d=1024)
     stamps, _ = of_stamp(tmp_path / "stamp", "abcdefgh", d=1024, extractor="mahmood-uni-77ffbca1", **stamp)
     split = ["train"] * 6 + ["test"] * 2
@@ -221,21 +221,21 @@ def of_two_tools(study, tmp_path, **stamp):
 
 
 def test_two_hospitals_with_one_encoder_train_together_whichever_tools_they_had(study, tmp_path):
-    of_two_tools(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
+    make_two_tool_study(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
     for site, written in (("S0", "uni_v1"), ("S1", "mahmood-uni-77ffbca1")):
         with BagStore(study.mosaic_path(site)) as store:
             assert store.meta.encoder == f"uni; written as {written}"
     assert trained(study, "fedavg", OPEN)["run"]
 
 
-def test_features_of_another_field_of_view_are_refused_unless_that_is_allowed(study, tmp_path):
-    of_two_tools(study, tmp_path)
+def test_features_of_another_field_of_view_are_refused_unless_allowed(study, tmp_path):
+    make_two_tool_study(study, tmp_path)
     words = ("256 µm (224 px at 1.14 µm/px)", "128 µm (256 px at 0.5 µm/px)", "train.any_patch_size")
     refused(lambda: trained(study, "fedavg", OPEN), *words, error=NoCommonPlan)
     assert trained(study, "fedavg", OPEN, "train.any_patch_size=true")["run"]
 
 
-def test_a_name_is_given_on_record_and_not_to_what_cannot_be_of_that_encoder(study, tmp_path):
+def test_a_given_encoder_name_is_recorded_and_refused_for_features_that_contradict_it(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
     refused(lambda: brought(study, "trident", folder, new_name="UNI"), "1024", "has 5")
     brought(study, "trident", folder, new_name="ours")
@@ -244,7 +244,7 @@ def test_a_name_is_given_on_record_and_not_to_what_cannot_be_of_that_encoder(stu
     refused(lambda: brought(study, "trident", folder, encoder="ours"), "uni_v1", "--encoder-name ours")
 
 
-def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
+def test_a_folder_of_stamp_is_imported_with_and_without_the_resolution(study, tmp_path):
     folder, made = of_stamp(tmp_path / "stamp")
     table = labels(tmp_path / "labels.csv", mpp=[0.25, 0.5, 0.25, 0.25])
     brought(study, "stamp", folder, table)
@@ -263,7 +263,7 @@ def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
     brought(study, "stamp", old, table, patch_px=224, mpp=256 / 224)
 
 
-def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
+def test_a_folder_of_clam_needs_options_that_its_files_lack(study, tmp_path):
     folder, made = of_clam(tmp_path / "clam")
     lacks = "do not say their encoder, patch size, resolution; add --encoder, --patch-px, --mpp"
     refused(lambda: brought(study, "clam", folder), lacks)
@@ -279,7 +279,7 @@ def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
         assert np.array_equal(store.read_bag(1).features, made["b"]) and not store.read_bag(1).has_places
 
 
-def test_lazyslides_tiles_as_anndata(study, tmp_path):
+def test_tiles_of_lazyslide_are_imported_from_anndata(study, tmp_path):
     folder, made = of_lazyslide(tmp_path / "h5ad", stride_width=224)
     refused(lambda: brought(study, "anndata", folder), "encoder", "--encoder")
     brought(study, "anndata", folder, encoder="uni2")
@@ -288,8 +288,8 @@ def test_lazyslides_tiles_as_anndata(study, tmp_path):
         assert np.array_equal(store.mpp_l0, [0.25] * 4)
         assert np.array_equal(store.read_bag(1).features, made["b"])
         assert store.read_bag(1).xy_l0.tolist() == PLACES
-    put(folder / "c.h5ad", "obsm", h5py.ExternalLink(str(folder / "a.h5ad"), "obsm"))
-    put(folder / "d.h5ad", "X")
+    replace_dataset(folder / "c.h5ad", "obsm", h5py.ExternalLink(str(folder / "a.h5ad"), "obsm"))
+    replace_dataset(folder / "d.h5ad", "X")
     with h5py.File(folder / "d.h5ad", "a") as file:
         file["X/data"] = np.ones(4, np.float32)  # sparse
     row = brought(study, "anndata", folder, encoder="uni2")
@@ -299,8 +299,8 @@ def test_lazyslides_tiles_as_anndata(study, tmp_path):
     refused(lambda: export_features(study, site="S0", form="anndata"), "clam, trident, stamp")
 
 
-def test_one_vector_of_a_slide_is_a_bag_of_one(study, tmp_path):
-    """As TRIDENT's slide encoders write it: a vector, beside the places of the patches that it was made of."""
+def test_a_slide_vector_is_a_bag_of_one(study, tmp_path):
+    """TRIDENT's slide encoders write a vector beside the places of its patches."""
     folder, made = of_trident(tmp_path / "job", shape=lambda x: x[0])
     folder = folder.rename(folder.parent / "slide_features_titan")
     for name in made:
@@ -317,7 +317,7 @@ class Harmful:
         return (open, ("harm", "w"))
 
 
-def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_path, monkeypatch):
+def test_every_broken_file_is_excluded_in_one_line_with_its_name(study, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder, _ = of_clam(tmp_path / "clam", "abcdefghi")
     h5, pt = folder / "h5_files", folder / "pt_files"
@@ -328,11 +328,11 @@ def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_pat
     (pt / "c.pt").write_bytes(pickle.dumps(Harmful()))
     with h5py.File(h5 / "d.h5", "a") as file:
         file["features"][1, 2] = np.nan
-    put(h5 / "e.h5", "features", np.zeros((0, D), np.float32))
-    put(h5 / "e.h5", "coords", np.zeros((0, 2), np.int32))
-    put(h5 / "f.h5", "coords", np.zeros((4, 3), np.int32))
+    replace_dataset(h5 / "e.h5", "features", np.zeros((0, D), np.float32))
+    replace_dataset(h5 / "e.h5", "coords", np.zeros((0, 2), np.int32))
+    replace_dataset(h5 / "f.h5", "coords", np.zeros((4, 3), np.int32))
     (h5 / "g.h5").write_bytes((h5 / "g.h5").read_bytes()[:500])
-    put(h5 / "h.h5", "features")
+    replace_dataset(h5 / "h.h5", "features")
     row = brought(study, "clam", folder, labels(tmp_path / "labels.csv", "abcdefghi"), **RESNET)
     reasons = reasons_of(row)
     assert row["bags"] == 1 and row["slides"] == 9 and set(reasons) == set("abcdefgh")
@@ -355,7 +355,7 @@ def test_labels_and_files_that_do_not_match_are_counted_and_named(study, tmp_pat
     assert "no features" in reasons["z"] and "line 6" in reasons["z"] and "no label" in reasons["e"]
 
 
-def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
+def test_features_that_do_not_match_are_refused_by_name(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
     before, bad = study.mosaic_path("S0").read_bytes(), tmp_path / "bad.csv"
 
@@ -365,7 +365,7 @@ def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
     with h5py.File(folder / "c.h5", "a") as file:
         file["features"].attrs["encoder"] = "conch"
     refuses("uni_v1", "conch", "a", "c")
-    put(folder / "c.h5", "features", np.zeros((4, D + 1), np.float32))
+    replace_dataset(folder / "c.h5", "features", np.zeros((4, D + 1), np.float32))
     refuses("a has features of width 5", "c 6")
     for text, *words in (
         ("slide_id,case,label\na,p,KIRC", "no column patient or case_id", "slide_id, case, label"),
@@ -385,8 +385,8 @@ def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
     assert study.mosaic_path("S0").read_bytes() == before
 
 
-def test_clams_training_reads_what_is_exported(study, tmp_path):
-    """As CLAM's Generic_MIL_Dataset: labels by slide_id, then pt_files/<slide_id>.pt, or h5_files with use_h5."""
+def test_exported_features_load_in_clams_training(study, tmp_path):
+    """CLAM's Generic_MIL_Dataset reads labels by slide_id, then pt_files/<slide_id>.pt, or h5_files with use_h5."""
     out = tmp_path / "clam"
     export_features(study, site="S0", form="clam", out=out, tensors=True)
     refused(lambda: export_features(study, site="S0", form="stamp", out=out, tensors=True), "--pt")
@@ -401,8 +401,8 @@ def test_clams_training_reads_what_is_exported(study, tmp_path):
             assert row["label"] in CLASSES and row["case_id"] == store.table.patient[k]
 
 
-def test_what_imported_features_cannot_do_is_said_in_one_line(study, tmp_path):
-    of_two_tools(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
+def test_unsupported_uses_of_imported_features_are_refused_in_one_line(study, tmp_path):
+    make_two_tool_study(study, tmp_path, tile_size_um=128.0, tile_size_px=256)
     heads = ["train.example=patient", "model.private=linear_head", "model.proxy=linear_head"]
     known, new = (tmp_path / f"{name}.h5" for name in ("a", "N1"))
     for path in (known, new):
@@ -419,7 +419,7 @@ def test_what_imported_features_cannot_do_is_said_in_one_line(study, tmp_path):
     refused(lambda: export_model(study, run, model_name="shared", form="wsinfer"), *said)
 
 
-def test_the_command(study, tmp_path, wsi_fl):
+def test_the_import_command_prints_one_document(study, tmp_path, wsi_fl):
     of_trident(tmp_path / "job")
     table = labels(tmp_path / "labels.csv")
     words = ["import", "--site", "S0", "--format", "trident", "--from", tmp_path / "job", "--labels", table]

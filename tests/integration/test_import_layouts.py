@@ -1,4 +1,4 @@
-"""Features with what is optional left out or empty, and tables that fit none: right, or a line whose advice works."""
+"""Tests of imported features without optional fields and of tables that match no file."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SAID = {"encoder": "uni2", "patch_px": 256, "mpp": 0.5}
 
 
 def null(group, name):
-    """Write what AnnData writes for None."""
+    """Write None as AnnData does."""
     group.create_dataset(name, data=h5py.Empty("f4")).attrs.update({"encoding-type": "null"})
 
 
@@ -32,7 +32,7 @@ def h5ad(path, x, change=lambda file: None):
 
 
 def sparse(kind, x):
-    """X as AnnData writes it of rows or columns."""
+    """Write a sparse X of rows or columns as AnnData does."""
 
     def write(file):
         del file["X"]
@@ -70,7 +70,7 @@ X = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32) * np.array([
 @pytest.mark.parametrize(
     "change", [lambda file: None, nulls, null_groups, other_columns, sparse("csr_matrix", X), sparse("csc_matrix", X)]
 )
-def test_what_anndata_leaves_empty_says_nothing(tmp_path, change):
+def test_empty_fields_of_anndata_are_ignored(tmp_path, change):
     read = LAYOUTS["anndata"].read(h5ad(tmp_path / "a.h5ad", X, change))
     assert np.array_equal(read.features, X) and read.xy is None
     assert read.facts.mpp is None and read.facts.mpp_l0 == (0.5 if change is other_columns else None)
@@ -89,7 +89,7 @@ def test_a_sparse_matrix_that_does_not_fit_together_is_refused(tmp_path, part):
         LAYOUTS["anndata"].read(path)
 
 
-def test_a_slide_of_lazyslide_without_its_resolution_is_imported_with_what_the_command_says(study, tmp_path):
+def test_a_slide_of_lazyslide_without_a_resolution_is_imported_with_the_given_one(study, tmp_path):
     folder, made = of_lazyslide(tmp_path / "h5ad")
     for path in folder.glob("*.h5ad"):
         with h5py.File(path, "a") as file:
@@ -128,14 +128,14 @@ def test_stamps_vectors_are_bags_of_one(study, tmp_path, kind):
         refused(lambda: brought(study, "stamp", folder, table, patch_px=512, mpp=0.5), *words)
 
 
-def test_a_table_of_patients_alone_fits_vectors_of_patients(study, tmp_path):
+def test_a_table_of_patients_fits_vectors_of_patients(study, tmp_path):
     folder = stamp_vectors(tmp_path / "cobra-patient", "abcd", "patient")
     (tmp_path / "t.csv").write_text("PATIENT,label\na,KIRC\nb,KIRP\nc,KIRC\nd,KIRP\n")
     row = brought(study, "stamp", folder, tmp_path / "t.csv", patch_px=512, mpp=0.5)
     assert row["bags"] == row["patients"] == 4
 
 
-def test_a_folder_of_several_encoders_names_them_and_either_is_taken_then(study, tmp_path):
+def test_a_folder_of_several_encoders_is_refused_with_their_names_and_each_can_be_chosen(study, tmp_path):
     of_stamp(tmp_path / "out")
     stamp_vectors(tmp_path / "out" / "titan-slide-1c2d", "abcd", "slide")
     table = tmp_path / "t.csv"
@@ -147,7 +147,7 @@ def test_a_folder_of_several_encoders_names_them_and_either_is_taken_then(study,
     refused(lambda: brought(study, "stamp", tmp_path / "out" / "uni-0a1b2c3d", table), "join STAMP's two tables")
 
 
-def test_two_files_of_a_slide_are_named_and_nothing_is_to_be_deleted(study, tmp_path):
+def test_two_files_of_a_slide_are_named_and_no_deletion_is_advised(study, tmp_path):
     folder, _ = of_stamp(tmp_path / "out")
     (folder / "other").mkdir()
     (folder / "other" / "a.h5").write_bytes((folder / "deeper" / "a.h5").read_bytes())
@@ -155,7 +155,7 @@ def test_two_files_of_a_slide_are_named_and_nothing_is_to_be_deleted(study, tmp_
     assert brought(study, "stamp", folder / "deeper")["bags"] == 4
 
 
-def test_tridents_vectors_of_slides_lie_in_a_folder_of_their_own(study, tmp_path):
+def test_slide_vectors_of_trident_are_read_from_a_separate_folder(study, tmp_path):
     place = tmp_path / "job" / "slide_features_titan"
     place.mkdir(parents=True)
     for number, name in enumerate("abcd"):
@@ -168,7 +168,7 @@ def test_tridents_vectors_of_slides_lie_in_a_folder_of_their_own(study, tmp_path
 @pytest.mark.parametrize(
     ("form", "made"), [("trident", of_trident), ("clam", of_clam), ("stamp", of_stamp), ("anndata", of_lazyslide)]
 )
-def test_companions_of_a_mac_are_no_slides(study, tmp_path, form, made):
+def test_macos_companion_files_are_not_slides(study, tmp_path, form, made):
     folder, _ = made(tmp_path / "job")
     for path in [path for path in folder.rglob("*") if path.suffix in {".h5", ".pt", ".h5ad"}]:
         path.with_name("._" + path.name).write_bytes(SIDE)
@@ -186,7 +186,7 @@ def test_companions_of_a_mac_are_no_slides(study, tmp_path, form, made):
         (["w", "x", "y", "z"], "the table has a, b, c and 1 more, the site w, x, y and 1 more"),
     ],
 )
-def test_a_table_that_fits_no_file_says_so_with_names_of_both(study, tmp_path, names, difference):
+def test_a_table_that_matches_no_file_is_refused_with_names_of_both(study, tmp_path, names, difference):
     folder, _ = of_trident(tmp_path / "job", names)
     refused(lambda: brought(study, "trident", folder), "none of its slides has a label and features", difference)
 
@@ -200,7 +200,7 @@ def test_slides_that_all_lack_a_class_are_refused_with_the_first_reason(study, t
     refused(lambda: brought(study, "trident", folder, table), "has no label (t.csv line 2)")
 
 
-def test_labels_composed_otherwise_than_files_and_classes_meet(study, tmp_path):
+def test_labels_match_files_and_classes_in_any_unicode_form(study, tmp_path):
     pipeline = study.root / "pipelines" / "kidney.toml"
     pipeline.write_text(pipeline.read_text().replace("KIRC", normalize("NFD", "Größe")))
     folder, _ = of_trident(tmp_path / "job", [normalize("NFD", f"Nr.{k} ä") for k in range(4)])
@@ -225,7 +225,7 @@ def test_rows_without_a_patient_or_a_label_are_named(study, tmp_path):
 
 
 @pytest.mark.parametrize("words", [("MSI-H", "MSS"), ("Grade 1", 'say "high"'), ("0.5", "2"), ("groß", "klein")])
-def test_the_classes_that_a_refusal_proposes_are_taken_when_they_are_written_down(study, tmp_path, words):
+def test_the_classes_that_a_refusal_proposes_are_accepted(study, tmp_path, words):
     pipeline = study.root / "pipelines" / "kidney.toml"
     text = pipeline.read_text()
     pipeline.write_text(text.replace("[subtypes]\n", "").replace('kidney = ["KIRC", "KIRP"]\n', ""))
@@ -241,7 +241,7 @@ def test_the_classes_that_a_refusal_proposes_are_taken_when_they_are_written_dow
     assert row["bags"] == 4 and row["classes"] == dict.fromkeys(sorted(words), 2)
 
 
-def test_the_encoder_that_a_refusal_names_is_taken(study, tmp_path):
+def test_the_encoder_that_a_refusal_names_is_accepted(study, tmp_path):
     folder, _ = of_trident(tmp_path / "job")
     refused(
         lambda: brought(study, "trident", folder, encoder="gigapath"),
@@ -252,7 +252,7 @@ def test_the_encoder_that_a_refusal_names_is_taken(study, tmp_path):
     assert brought(study, "trident", folder, mpp=0.55)["bags"] == 4
 
 
-def test_whole_numbers_with_a_point_are_healthy_and_tumour(study, tmp_path):
+def test_whole_numbers_with_a_decimal_point_are_read_as_healthy_and_tumour(study, tmp_path):
     pipeline = study.root / "pipelines" / "kidney.toml"
     pipeline.write_text("[train]\ndata = 'mosaics'\n")
     folder, _ = of_trident(tmp_path / "job")

@@ -1,4 +1,4 @@
-"""A hospital without labels receives; letters come when they come, and heads are made of those that are there."""
+"""Tests of sites without labels, and of heads solved from the class statistics present so far."""
 
 import csv
 import json
@@ -50,7 +50,7 @@ def hospitals(tmp_path_factory):
 
 
 def unlabelled(study, name):
-    """Let a receiver be part of a study."""
+    """Add an inference-only site to a study."""
     file = f'name = "{name}"\nrole = "receiver"\nreal = false\n'
     (study.root / f"sites/{name}.toml").write_text(file)
     x, _ = rows_of(80, 7)
@@ -61,10 +61,10 @@ def unlabelled(study, name):
 
 @pytest.fixture(scope="module")
 def evaluated(hospitals, tmp_path_factory):
-    """The same with a run made of all letters, its name, and what is known of it."""
+    """The study with a run over the statistics of all sites, the run's name and its evaluation."""
     study = Study(shutil.copytree(hospitals.root, tmp_path_factory.mktemp("evaluated") / "study"))
     release_statistics(study, site=None, overrides=QUIET)
-    run = joined(study)["run"]
+    run = train_from_files(study)["run"]
     return study, run, evaluate(study, run)
 
 
@@ -73,7 +73,7 @@ def study(hospitals, tmp_path):
     return Study(shutil.copytree(hospitals.root, tmp_path / "study"))
 
 
-def joined(study, *overrides):
+def train_from_files(study, *overrides):
     return train(study, method="oneshot", backend="local", overrides=[*FILES, *overrides])
 
 
@@ -81,25 +81,25 @@ def said(lines):
     return "\n".join(line.text for line in lines if hasattr(line, "text"))
 
 
-def all_real(study):
+def make_all_real(study):
     make_real(study, *LABELLED)
     make_real(study, "S3", says="real = true")
 
 
-def sites_of(document):
+def list_sites(document):
     return [row["site"] for row in document["sites"]]
 
 
-def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
-    assert sites_of(release_statistics(study, site=None, overrides=QUIET)) == LABELLED
+def test_an_inference_only_site_has_the_one_shot_global_head_and_releases_nothing(study, capfd):
+    assert list_sites(release_statistics(study, site=None, overrides=QUIET)) == LABELLED
     assert not study.release_path("S3").exists()
     planned = dry_run(study, method="oneshot", overrides=FILES, backend="local")
     assert "receives the head and spends nothing: S3" in capfd.readouterr().err
     assert "S3" not in said(plan_lines(planned))
-    summary = joined(study)
+    summary = train_from_files(study)
     assert "receives the head and spends nothing: S3" in capfd.readouterr().err
     for document in (planned, summary):
-        assert document["inference_sites"] == ["S3"] and sites_of(document) == LABELLED
+        assert document["inference_sites"] == ["S3"] and list_sites(document) == LABELLED
     assert "S3: without labels" in said(summary_lines(summary))
     assert not study.ledger_path("S3").exists()
     run = study.root / summary["run"]
@@ -113,11 +113,11 @@ def test_a_receiver_has_the_head_of_all_letters_and_gives_nothing(study, capfd):
     assert resume_run(study, summary["run"], backend="local") == summary
 
 
-def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
+def test_an_inference_only_site_receives_the_expected_performance(evaluated):
     study, run, document = evaluated
     told = document["inference_sites"]
     assert told["sites"] == [{"site": "S3", "n": 80, "model": "shared"}]
-    assert sites_of(document) == told["reference_sites"] == LABELLED
+    assert list_sites(document) == told["reference_sites"] == LABELLED
     with (study.root / run / "sites/S3/predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 80 and all(row["truth"] == "" and row["model"] == "shared" for row in rows)
@@ -134,12 +134,12 @@ def test_a_receiver_is_told_what_to_expect_of_its_predictions(evaluated):
     assert card["sites"] == LABELLED  # whose patients are in it
 
 
-def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_next_run_on(evaluated, tmp_path):
-    """S3 has labels now, all wrong; nothing changes but what its store says."""
+def test_labels_of_an_inference_only_site_are_never_read_and_a_role_changes_with_the_next_run(evaluated, tmp_path):
+    """S3 gets labels, all wrong; its predictions stay the same."""
     study, first = Study(shutil.copytree(evaluated[0].root, tmp_path / "study")), evaluated[1]
     x, labels = rows_of(80, 7)
     write_features(study, "S3", x, 1 - labels, [f"p{k}" for k in range(80)], ["train"] * 80)
-    second = joined(study)["run"]
+    second = train_from_files(study)["run"]
     evaluate(study, second)
     one, other = ((study.root / run / "sites/S3/predictions.csv").read_text() for run in (first, second))
     assert one == other
@@ -147,13 +147,13 @@ def test_labels_of_a_receiver_are_never_read_and_a_changed_role_counts_from_the_
     assert evaluate(study, second)["inference_sites"]["sites"][0]["site"] == "S3"
 
 
-def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
-    all_real(study)
+def test_a_real_inference_only_site_needs_only_the_released_files_and_no_budget(study):
+    make_all_real(study)
     for name in LABELLED:
         release_statistics(study, site=name, overrides=QUIET)
         shutil.rmtree(study.store_path(name).parent)
         shutil.rmtree(study.ledger_path(name).parent, ignore_errors=True)
-    summary = joined(study)
+    summary = train_from_files(study)
     assert summary["sites"] == [] and summary["inference_sites"] == ["S3"]
     document = evaluate(study, summary["run"])
     assert document["inference_sites"]["sites"][0]["n"] == 80 and document["inference_sites"]["expected"] == {}
@@ -163,8 +163,8 @@ def test_a_real_receiver_is_alone_with_the_files_and_needs_no_budget(study):
     assert not study.ledger_path("S3").exists()
 
 
-def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_it(study):
-    """The hub of the star is a site with labels, also where a receiver's name comes first."""
+def test_an_inference_only_site_gets_the_head_of_the_others_and_does_not_change_it(study):
+    """The hub of the star is a site with labels, even where the name of a site without labels sorts first."""
 
     def once():
         known = [*NOISE, "privacy.insecure_seed=1"]
@@ -172,7 +172,7 @@ def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_i
         return summary, study.root / summary["run"]
 
     summary, run = once()
-    assert summary["inference_sites"] == ["S3"] and sites_of(summary) == LABELLED
+    assert summary["inference_sites"] == ["S3"] and list_sites(summary) == LABELLED
     assert summary["communication"]["messages"] == 2 + 3  # two letters to the hub, three heads from it
     head = head_of(run, "S3")
     assert int(head.n_sites) == 3 and not (head.local_sums.any() or head.released.any())
@@ -192,8 +192,8 @@ def test_who_listens_gets_the_head_that_all_others_make_and_changes_nothing_of_i
     assert torch.equal(*(model(first, one, "shared")["sums"] for one in ("R3", "S1")))
 
 
-def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study, tmp_path):
-    all_real(study)
+def test_a_plan_names_the_inference_only_site_and_its_hospital_signs_without_a_budget(study, tmp_path):
+    make_all_real(study)
     sets = [*HEADS, "privacy.target_epsilon=1"]
     plan = make_plan(study, method="oneshot", overrides=sets, out=tmp_path / "plan")
     assert [site["role"] for site in plan.document["sites"]] == ["member"] * 3 + ["receiver"]
@@ -213,21 +213,21 @@ def test_a_plan_says_who_receives_and_its_hospital_signs_without_a_budget(study,
     refused(lambda: review_plan(study, plan, "S3"), 'role = "receiver"', 'says "member"')
 
 
-def test_a_receiver_takes_no_part_elsewhere(study):
+def test_an_inference_only_site_takes_no_part_in_other_runs(study):
     shared = [*NOISE, "privacy.noise=shared"]
     refused(lambda: train(study, method="oneshot", overrides=shared, backend="local"), "S3.toml", "'own'")
     refused(lambda: released(study, "S3"), "S3.toml", "releases no statistics")
     summary = train(study, method="regular", overrides=[*HEADS, "train.rounds=1"], backend="local")
-    assert sites_of(summary) == LABELLED and not summary["inference_sites"]
+    assert list_sites(summary) == LABELLED and not summary["inference_sites"]
     release_statistics(study, site=None, overrides=QUIET)
-    for run in (summary["run"], joined(study)["run"]):
+    for run in (summary["run"], train_from_files(study)["run"]):
         evaluate(study, run)
     assert {row["n_sites"] for row in compare_methods(study, ["1", "2"])["rows"]} == {3}
     edit(site_file(study, "S3"), "receiver", "member")
     refused(lambda: released(study, "S3"), "S3", "without labels", "receiver")
 
 
-def test_a_receivers_stores_are_made_of_tables_without_labels(study, tmp_path):
+def test_stores_of_an_inference_only_site_come_from_tables_without_labels(study, tmp_path):
     folder = study.root / "new"
     folder.mkdir()
     slide = simulated_slides.plan_slides(1, 1, 512, seed=9)[0]
@@ -257,19 +257,19 @@ def test_a_receivers_stores_are_made_of_tables_without_labels(study, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_receiver_is_a_rank_of_its_own(study, wsi_fl):
+def test_an_inference_only_site_runs_in_a_separate_rank(study, wsi_fl):
     release_statistics(study, site=None, overrides=QUIET)
     settings = [word for override in FILES for word in ("--set", override)]
     done = wsi_fl("train", "--method", "oneshot", "--json", *settings, cwd=study.root)
     assert done.returncode == 0, done.stderr[-2000:]
-    by_ranks, by_one = json.loads(done.stdout), joined(study)
+    by_ranks, by_one = json.loads(done.stdout), train_from_files(study)
     assert by_ranks["inference_sites"] == ["S3"] and by_ranks["statistics"] == by_one["statistics"]
     assert same(*(model(study.root / run["run"], "S3", "shared") for run in (by_ranks, by_one)))
 
 
-def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(study):
+def test_heads_are_solved_once_enough_statistics_arrive_and_again_with_more(study):
     def waits(words, *overrides):
-        refused(lambda: joined(study, *overrides), *words, error=WsiFlError)
+        refused(lambda: train_from_files(study, *overrides), *words, error=WsiFlError)
 
     released(study, "S0")
     tomorrow, yesterday = (f"{date.today() + timedelta(days)}" for days in (1, -1))
@@ -277,13 +277,13 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
     until, two_at_least = f"train.deadline={tomorrow}", "train.min_sites=2"
     waits((f"awaited until {tomorrow}",), until)
     waits(("and 2 are needed",), two_at_least, until)
-    refused(lambda: joined(study, "train.min_sites=4"), "only 3 sites release any")
-    assert list(joined(study, f"train.deadline={yesterday}")["statistics"]) == ["S0"]
+    refused(lambda: train_from_files(study, "train.min_sites=4"), "only 3 sites release any")
+    assert list(train_from_files(study, f"train.deadline={yesterday}")["statistics"]) == ["S0"]
     released(study, "S1")
     before = {name: study.ledger_path(name).read_text() for name in ("S0", "S1")}
-    two, again = (joined(study, two_at_least, until) for _ in range(2))
+    two, again = (train_from_files(study, two_at_least, until) for _ in range(2))
     released(study, "S2")
-    three = joined(study, two_at_least, until)
+    three = train_from_files(study, two_at_least, until)
     known = {name: sums_at(study.release_path(name)).digest[:8] for name in LABELLED}
     assert three["statistics"] == known and two["statistics"] == {name: known[name] for name in ("S0", "S1")}
     made = f"made of 3 class statistics: S0 {known['S0']}"
@@ -294,14 +294,14 @@ def test_heads_are_made_once_enough_letters_are_there_and_again_when_more_come(s
     assert {name: study.ledger_path(name).read_text() for name in before} == before
 
 
-def test_a_run_keeps_the_letters_it_began_with(study):
+def test_a_run_keeps_the_class_statistics_it_began_with(study):
     released(study, "S0")
-    summary = joined(study, "train.min_sites=1")
+    summary = train_from_files(study, "train.min_sites=1")
     (study.root / summary["run"] / "summary.json").unlink()
     released(study, "S1")
     refused(lambda: resume_run(study, summary["run"], backend="local"), "class statistics of S1", "statistics/")
 
 
 @pytest.mark.parametrize("wrong", ["train.deadline=soon", "train.min_sites=0"])
-def test_wrong_terms_are_refused(study, wrong):
-    refused(lambda: joined(study, wrong), wrong.split("=")[0])
+def test_wrong_terms_of_waiting_for_statistics_are_refused(study, wrong):
+    refused(lambda: train_from_files(study, wrong), wrong.split("=")[0])

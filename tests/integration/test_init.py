@@ -1,4 +1,4 @@
-"""`init`: a study that the next command can use, or nothing at all."""
+"""Tests of `init`: studies from archives and without, and refused options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_study_from_camelyon17_finds_every_slide(tmp_path, style, relative, monk
         assert first.startswith(f"# wsi-fl tile --site {site.name} ")
 
 
-def test_real_sites_let_nothing_go_unasked_and_are_told_what_to_begin_with(tmp_path):
+def test_real_sites_allow_no_share_by_default_and_get_their_first_steps(tmp_path):
     document = init_study(tmp_path / "study", archive=camelyon17(tmp_path / "a", "images"), real=True)
     site = Study(tmp_path / "study").load_site("C1")
     assert site.real and site.permissions == ()
@@ -53,7 +53,7 @@ def test_study_without_an_archive_has_all_pipelines_and_no_site(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pipelines", "sites"])
-def test_study_is_never_written_over(tmp_path, name):
+def test_a_study_is_never_overwritten(tmp_path, name):
     mine = tmp_path / "study" / name / "mine.toml"
     touch(mine)
     refused(lambda: init_study(tmp_path / "study"), str(tmp_path / "study"), f"{name}/ exists")
@@ -85,6 +85,6 @@ def test_sites_without_an_archive_have_files_to_import_into(tmp_path):
 @pytest.mark.parametrize(
     "asked", [{"real": True}, {"pipeline": "feature"}, {"names": ["A"], "layout": "tcga"}, {"names": ["a b/c"]}]
 )
-def test_what_means_nothing_makes_no_study(tmp_path, asked):
+def test_meaningless_options_create_no_study(tmp_path, asked):
     refused(lambda: init_study(tmp_path / "s", **asked))
     assert not (tmp_path / "s" / "sites").exists()

@@ -1,4 +1,4 @@
-"""Nonsense is refused where it is read: in one line, in our words, before time or memory is taken."""
+"""Tests that invalid input is refused in one line, before it takes time or memory."""
 
 import json
 import re
@@ -29,8 +29,8 @@ PYTHON = re.compile(
 """Words of Python, which no message to people holds."""
 
 
-def told(action, *words: str, error=WsiFlError) -> None:
-    """The action is refused with the words, and none of Python's."""
+def require_refusal(action, *words: str, error=WsiFlError) -> None:
+    """Require a refusal with these words and without a Python message."""
     with pytest.raises(error) as caught:
         action()
     message = str(caught.value)
@@ -40,7 +40,7 @@ def told(action, *words: str, error=WsiFlError) -> None:
 
 
 def _numbers(schema, definitions, key=""):
-    """(key, field) of every number in a schema."""
+    """Return (key, field) of every number in a schema."""
     for name, field in schema.get("properties", {}).items():
         yield from _numbers_of(field, definitions, f"{key}.{name}".removeprefix("."))
 
@@ -82,22 +82,22 @@ def test_every_number_has_bounds(model):
     ],
 )
 def test_an_override_out_of_bounds_is_refused_by_its_key(study, override, words):
-    told(lambda: study.load_pipeline("small", [override]), *words)
+    require_refusal(lambda: study.load_pipeline("small", [override]), *words)
 
 
-def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one_in_n():
+def test_a_batch_larger_than_the_hospital_or_a_delta_above_one_in_n_is_refused():
     def plan(delta=1e-5, **train):
         return plan_round(SiteFile(name="A", max_epsilon=9.0, delta=delta), Pipeline(train=train), 50)
 
-    told(lambda: plan(batch_size=100), "train.batch_size = 100", "50 training rows")
-    told(lambda: plan(delta=0.5), "set delta below")
+    require_refusal(lambda: plan(batch_size=100), "train.batch_size = 100", "50 training rows")
+    require_refusal(lambda: plan(delta=0.5), "set delta below")
     assert plan() is not None
 
 
 @pytest.mark.parametrize(
     ("override", "words"), [("train.batch_size=1000", "more than its 36 rows"), ("privacy.delta=0.5", "not below 1/36")]
 )
-def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
+def test_simulated_sites_get_warnings_of_batch_size_and_delta(study, capsys, override, words):
     with RunContext.create(study, study.load_pipeline("small", [override]), "proxyfl") as party:
         check_run(party, "local")
     said = " ".join(capsys.readouterr().err.split())
@@ -190,9 +190,9 @@ MALFORMED = [
 ]
 
 
-def test_a_malformed_annotation_is_refused_in_our_words(tmp_path):
+def test_a_malformed_annotation_is_refused_without_a_python_message(tmp_path):
     for content, words in MALFORMED:
-        told(lambda content=content: read_annotations(annotation(tmp_path, content)), "a.xml", *words)
+        require_refusal(lambda content=content: read_annotations(annotation(tmp_path, content)), "a.xml", *words)
 
 
 def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
@@ -206,7 +206,7 @@ def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
         file.create_dataset("x", (10**7, 100, 100, 100), "u1", chunks=(1, 100, 100, 100))
         file["y"] = np.zeros(4, np.int64)
     for path in (npz, h5):
-        told(lambda path=path: read_data_set(path), path.name, "GB", "memory")
+        require_refusal(lambda path=path: read_data_set(path), path.name, "GB", "memory")
 
 
 @pytest.mark.parametrize("kind", ["patches", "features"])
@@ -220,7 +220,7 @@ def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
     ],
 )
 def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column, change, words):
-    """Whole, and sealed by whoever wrote it: another tool, for example."""
+    """The store is intact and sealed, as another tool might write it."""
     path, opened = study.store_path("S0"), PatchStore
     if kind == "features":
         write_features(study, "S0", np.eye(4), [0, 1, 0, 1], list("abcd"), ["train", "train", "test", "test"])
@@ -228,4 +228,4 @@ def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column,
     with h5py.File(path, "r+") as file:
         file[column][...] = change(file[column][:])
         write_seal(file, opened.rows)
-    told(lambda: opened(path), words)
+    require_refusal(lambda: opened(path), words)

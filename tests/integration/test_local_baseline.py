@@ -1,4 +1,4 @@
-"""Joining never costs: the hospital alone is given its due, kept beside every method, and mixed with what that made."""
+"""Tests of the local baseline and of the ensemble of local and federated model."""
 
 import json
 from dataclasses import asdict, replace
@@ -37,16 +37,16 @@ from wsi_fl.system.files import read_lines
 ALONE = [*HEADS, "privacy.enabled=false", "train.tune=true", "train.rounds=1"]
 
 
-def run_of(study, *overrides, method="regular"):
+def train_run(study, *overrides, method="regular"):
     return trained(study, method, *overrides)["run"]
 
 
-def normalised(x):
+def normalise_rows(x):
     return torch.nn.functional.layer_norm(torch.from_numpy(x), x.shape[-1:]).numpy()
 
 
 @pytest.fixture
-def skewed(pair):
+def skewed_study(pair):
     """Two hospitals of 100 rows, nine of ten of one class, and balanced tests."""
     for k, share in enumerate((0.1, 0.9)):
         parts = [rows_of(100, k, share, d=200), rows_of(200, 10 + k, d=200)]
@@ -58,7 +58,7 @@ def skewed(pair):
 
 def test_a_fitted_head_is_scikit_learns_balanced_logistic_regression():
     x, labels = rows_of(120, 0, 0.2, d=300)
-    x = normalised(x)
+    x = normalise_rows(x)
     found = fit_linear_head(x, labels, np.array([f"p{i}" for i in range(120)]), 2)
     theirs = LogisticRegression(C=found.strength, class_weight="balanced", tol=1e-9, max_iter=5000)
     theirs.fit(x, labels)
@@ -70,32 +70,32 @@ def test_a_fitted_head_is_scikit_learns_balanced_logistic_regression():
 
 def test_the_bias_is_midway_between_classes_of_rows_that_were_held_out():
     x, labels = rows_of(200, 0, 0.06, d=300)
-    x = normalised(x)
+    x = normalise_rows(x)
     found = fit_linear_head(x, labels, np.full(200, ""), 2)
     logs = np.log(found.held_out)
     apart = logs[:, 1] - logs[:, 0]
     assert apart[labels == 0].mean() + apart[labels == 1].mean() == pytest.approx(0, abs=1e-6)
     more, theirs = rows_of(1000, 1, d=300)
-    more = normalised(more)
+    more = normalise_rows(more)
     plain = LogisticRegression(C=found.strength, class_weight="balanced", max_iter=2000).fit(x, labels)
     right = ((more @ found.weight.T + found.bias).argmax(1) == theirs).mean()
     assert right > (plain.predict(more) == theirs).mean() + 0.03
     assert found.loss == _class_balanced_loss(found.held_out, labels)
 
 
-def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
-    run = run_of(skewed, *ALONE)
-    rows = evaluate(skewed, run)["sites"]
+def test_the_local_baseline_reaches_the_accuracy_of_scikit_learn(skewed_study):
+    run = train_run(skewed_study, *ALONE)
+    rows = evaluate(skewed_study, run)["sites"]
     for k, share in enumerate((0.1, 0.9)):
         x, labels = rows_of(100, k, share, d=200)
         tests = [rows_of(200, 10 + j, d=200) for j in range(2)]
-        strength = of_site(skewed.root / run, f"S{k}", "tuning")["strength"]
+        strength = of_site(skewed_study.root / run, f"S{k}", "tuning")["strength"]
         theirs = LogisticRegression(C=strength, class_weight="balanced", max_iter=2000)
-        theirs.fit(normalised(x), labels)
-        right = np.concatenate([theirs.predict(normalised(t)) == y for t, y in tests])
+        theirs.fit(normalise_rows(x), labels)
+        right = np.concatenate([theirs.predict(normalise_rows(t)) == y for t, y in tests])
         assert rows[k]["accuracy"] > right.mean() - 0.01
-    plain = run_of(skewed, *ALONE, "train.tune=false", "train.rounds=20")
-    before = evaluate(skewed, plain)["merged"]["accuracy"]["mean"]
+    plain = train_run(skewed_study, *ALONE, "train.tune=false", "train.rounds=20")
+    before = evaluate(skewed_study, plain)["merged"]["accuracy"]["mean"]
     assert np.mean([row["accuracy"] for row in rows]) > before + 0.05  # its prior was most of what it lacked
 
 
@@ -112,29 +112,29 @@ def test_strength_is_chosen_on_patients_that_were_held_out():
 
 
 @pytest.mark.slow
-def test_balance_makes_rare_classes_count_as_much(skewed):
+def test_balance_makes_rare_classes_count_as_much(skewed_study):
     settings = [*HEADS, "privacy.enabled=false", "train.rounds=20", "train.lr=0.003"]
 
     def reached(seed, balance):
         more = [f"train.seed={seed}", f"train.balance={balance}", "train.eval_every=20"]
-        run = run_of(skewed, *settings, *more)
-        return evaluate(skewed, run)["merged"]["macro_accuracy"]["mean"]
+        run = train_run(skewed_study, *settings, *more)
+        return evaluate(skewed_study, run)["merged"]["macro_accuracy"]["mean"]
 
     gains = [reached(seed, "true") - reached(seed, "false") for seed in range(2)]
     assert min(gains) > 0 and np.mean(gains) > 0.02
 
 
-def test_a_model_under_privacy_is_not_weighed_by_private_counts(skewed):
+def test_a_model_under_privacy_is_not_weighted_by_private_counts(skewed_study):
     released = []
     for balance in ("false", "true"):
         overrides = [*HEADS, "train.rounds=1", "privacy.insecure_seed=3", f"train.balance={balance}"]
-        run = run_of(skewed, *overrides, method="proxyfl")
-        lines = [line for line in read_lines(skewed.ledger_path("S0")) if line.get("run", "").startswith(run[5:])]
+        run = train_run(skewed_study, *overrides, method="proxyfl")
+        lines = [line for line in read_lines(skewed_study.ledger_path("S0")) if line.get("run", "").startswith(run[5:])]
         released.append([line["released"] for line in lines if "released" in line])
     assert released[0] == released[1] != []
 
 
-def test_other_models_choose_their_settings_one_by_one():
+def test_network_models_choose_their_settings_one_at_a_time():
     labels, patient = np.tile([0, 1], 20), np.array([f"p{i // 2}" for i in range(40)])
     asked = []
 
@@ -155,7 +155,7 @@ def test_other_models_choose_their_settings_one_by_one():
         assert len(asked) == (len(set(asked)) * 5 if folds == 5 else len(set(asked)) + 4)
 
 
-def said(labels, skill, seed):
+def draw_predictions(labels, skill, seed):
     margin = (2 * labels - 1) * skill + np.random.default_rng(seed).normal(size=len(labels))
     return np.stack([1 / (1 + np.exp(margin)), 1 / (1 + np.exp(-margin))], axis=1)
 
@@ -164,55 +164,57 @@ ROWS = np.tile([0, 1], 200)
 EACH = np.array([f"p{k}" for k in range(400)])
 
 
-def right(answers, labels):
+def measure_accuracy(answers, labels):
     return np.mean([(answers.argmax(1) == labels)[labels == one].mean() for one in (0, 1)])
 
 
-def test_nothing_is_mixed_in_that_helps_nobody():
-    own = said(ROWS, 1.0, 0)
-    for other in (said(ROWS, 0.0, 1), said(ROWS, -1.0, 1), np.full((400, 2), 0.5), own):
+def test_a_useless_federated_model_gets_no_weight_in_the_ensemble():
+    own = draw_predictions(ROWS, 1.0, 0)
+    for other in (draw_predictions(ROWS, 0.0, 1), draw_predictions(ROWS, -1.0, 1), np.full((400, 2), 0.5), own):
         stack = gate_ensemble(own, other, ROWS, EACH)
         assert stack.weight == 0
         np.testing.assert_allclose(stack(own, other), own, atol=1e-9)
 
 
-def test_what_helps_is_mixed_in_and_the_lone_model_stays():
-    own, other = said(ROWS, 1.0, 0), said(ROWS, 1.0, 2)
+def test_a_useful_federated_model_enters_the_ensemble_beside_the_local_one():
+    own, other = draw_predictions(ROWS, 1.0, 0), draw_predictions(ROWS, 1.0, 2)
     both = gate_ensemble(own, other, ROWS, EACH)
     assert 1 / 3 <= both.weight <= 2 / 3
-    assert right(both(own, other), ROWS) > right(own, ROWS) + 0.03
-    fools = said(ROWS, 0.0, 1)
+    assert measure_accuracy(both(own, other), ROWS) > measure_accuracy(own, ROWS) + 0.03
+    fools = draw_predictions(ROWS, 0.0, 1)
     assert gate_ensemble(fools, other, ROWS, EACH).weight == 2 / 3  # never the joined one alone
 
 
-def test_few_rows_or_patients_show_nothing():
+def test_few_rows_or_patients_leave_the_ensemble_local():
     rare = np.repeat([0, 1], [60, 3])
     kept, lost = [], []
     for seed in range(40):
-        stack = gate_ensemble(said(rare, 1.0, seed), said(rare, 0.3, 100 + seed), rare, EACH[:63])
+        stack = gate_ensemble(
+            draw_predictions(rare, 1.0, seed), draw_predictions(rare, 0.3, 100 + seed), rare, EACH[:63]
+        )
         kept.append(stack.weight == 0)
-        own, other = said(ROWS, 1.0, 200 + seed), said(ROWS, 0.3, 300 + seed)
-        lost.append(right(own, ROWS) - right(stack(own, other), ROWS))
+        own, other = draw_predictions(ROWS, 1.0, 200 + seed), draw_predictions(ROWS, 0.3, 300 + seed)
+        lost.append(measure_accuracy(own, ROWS) - measure_accuracy(stack(own, other), ROWS))
     assert np.mean(kept) > 0.8 and np.mean(lost) < 0.01
 
 
 @pytest.mark.parametrize(("n", "most"), [(1, 0.0), (2, 1 / 3), (5, 1 / 3), (8, 1 / 2), (40, 2 / 3)])
-def test_the_fewer_patients_a_class_has_the_less_is_mixed_in_however_good_it_looks(n, most):
+def test_the_ensemble_weight_falls_with_the_number_of_patients_of_a_class(n, most):
     labels = np.repeat([0, 1], [60, n])
-    stack = gate_ensemble(said(labels, 0.0, 1), said(labels, 3.0, 2), labels, EACH[: 60 + n])
+    stack = gate_ensemble(draw_predictions(labels, 0.0, 1), draw_predictions(labels, 3.0, 2), labels, EACH[: 60 + n])
     assert stack.weight == most
 
 
-def test_noise_is_no_remedy_for_a_model_that_is_too_sure_of_itself():
+def test_an_uninformative_model_gets_no_weight_beside_an_overconfident_local_one():
     opened, kept = [], []
     for seed in range(40):
-        own = softmax(5 * np.log(said(ROWS, 1.0, seed)))
-        opened.append(gate_ensemble(own, said(ROWS, 0.0, 100 + seed), ROWS, EACH).weight > 0)
-        kept.append(gate_ensemble(own, said(ROWS, 1.0, 200 + seed), ROWS, EACH).weight > 0)
+        own = softmax(5 * np.log(draw_predictions(ROWS, 1.0, seed)))
+        opened.append(gate_ensemble(own, draw_predictions(ROWS, 0.0, 100 + seed), ROWS, EACH).weight > 0)
+        kept.append(gate_ensemble(own, draw_predictions(ROWS, 1.0, 200 + seed), ROWS, EACH).weight > 0)
     assert np.mean(opened) < 0.1 and np.mean(kept) > 0.9
 
 
-def test_a_site_that_lacks_one_of_three_classes_or_has_a_single_row_of_it_asks_what_it_has_by_joining():
+def test_a_site_with_at_most_one_row_of_a_class_uses_the_federated_model():
     labels = np.tile([0, 1], 30)
     three = np.full((60, 3), 1 / 3)
     assert build_ensemble(three, three, labels, EACH[:60]) == single_federated_ensemble(3)
@@ -239,34 +241,34 @@ def test_the_threshold_moves_where_a_class_has_one_patient_with_many_rows():
 @pytest.mark.parametrize(
     ("rare", "patients", "most"), [(5, 1, 1 / 3), (5, 5, 2 / 3), (1, 1, 2 / 3)], ids=["one", "five", "row"]
 )
-def test_one_patient_of_a_class_speaks_for_a_third_of_a_letter_at_most(rare, patients, most):
+def test_the_only_patient_of_a_class_counts_for_at_most_a_third_of_its_statistics(rare, patients, most):
     labels = np.repeat([0, 1], (40, rare))
     whose = np.array([f"a{i}" for i in range(40)] + [f"b{i % patients}" for i in range(rare)])
     said = softmax(np.random.default_rng(0).normal(size=(len(labels), 2)) + 2.0 * np.eye(2)[labels])
     assert weight_by_sample_size(said, said, labels, (2.0, 200.0), patient=whose).weight == pytest.approx(most)
 
 
-def test_rows_of_one_patient_are_no_more_than_one():
+def test_rows_of_a_patient_count_as_one():
     eight = np.tile([0, 1], 4)
-    pairs = [[np.tile(said(eight, 0.5, seed + k), (50, 1)) for k in (0, 1000)] for seed in range(60)]
+    pairs = [[np.tile(draw_predictions(eight, 0.5, seed + k), (50, 1)) for k in (0, 1000)] for seed in range(60)]
     alike = np.tile(np.arange(8).astype(str), 50)
     often = [np.mean([gate_ensemble(*two, ROWS, names).weight > 0 for two in pairs]) for names in (EACH, alike)]
     assert often[0] > often[1] + 0.3
 
 
-def test_a_joined_model_that_prefers_a_class_is_centred():
+def test_a_federated_model_that_prefers_a_class_is_centred():
     rng = np.random.default_rng(0)
     labels = np.repeat([0, 1], [380, 20])
     margin = (np.where(labels == 1, 1.0, -1.0) + rng.normal(size=400)) * 2 - 6  # an answer shifted by a prior
     other = np.stack([1 / (1 + np.exp(margin)), 1 / (1 + np.exp(-margin))], 1)
-    own = said(labels, 1.0, 4)
+    own = draw_predictions(labels, 1.0, 4)
     stack = gate_ensemble(own, other, labels, EACH)
-    assert right(other, labels) < 0.6 and stack.weight > 0
-    assert right(stack(own, other), labels) > right(own, labels) + 0.02
+    assert measure_accuracy(other, labels) < 0.6 and stack.weight > 0
+    assert measure_accuracy(stack(own, other), labels) > measure_accuracy(own, labels) + 0.02
 
 
-def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
-    found = gate_ensemble(said(ROWS, 1.0, 0), said(ROWS, 1.0, 2), ROWS, EACH)
+def test_an_ensemble_loads_back_from_its_document_and_keeps_impossible_classes_at_zero():
+    found = gate_ensemble(draw_predictions(ROWS, 1.0, 0), draw_predictions(ROWS, 1.0, 2), ROWS, EACH)
     stack = replace(found, own="local", shared="mean")
     document = json.loads(json.dumps(asdict(stack)))
     assert Ensemble.parse_document(document) == stack
@@ -275,20 +277,22 @@ def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
     assert roles_of_choice("ensemble", Ensemble.parse_document(earlier)) == ("private", "proxy")
     never = np.array([[0.0, 1.0]])
     assert stack(never, never)[0, 0] == 0
-    other = said(ROWS, 0.0, 3)
-    np.testing.assert_allclose(single_federated_ensemble(2)(other, own := said(ROWS, 1.0, 4)), own, atol=1e-9)
+    other = draw_predictions(ROWS, 0.0, 3)
+    np.testing.assert_allclose(
+        single_federated_ensemble(2)(other, own := draw_predictions(ROWS, 1.0, 4)), own, atol=1e-9
+    )
 
 
-def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
+def test_proxies_form_an_ensemble_with_a_tuned_head(skewed_study):
     settings = [*HEADS, "train.tune=true", "predict.model=ensemble", "train.rounds=3", "privacy.target_epsilon=8"]
-    document = evaluate(skewed, run_of(skewed, *settings, method="proxyfl"))
+    document = evaluate(skewed_study, train_run(skewed_study, *settings, method="proxyfl"))
     assert {row["model"] for row in document["sites"]} == {"ensemble"}
     assert document["models"]["ensemble"]["merged"]["accuracy"]["mean"] > 0.5
     untuned = [*settings, "train.tune=false", "train.local_baseline=false"]
-    refused(lambda: run_of(skewed, *untuned, method="proxyfl"), "train.local_baseline=true")
+    refused(lambda: train_run(skewed_study, *untuned, method="proxyfl"), "train.local_baseline=true")
 
 
-def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
+def test_the_threshold_for_positive_slides_suits_the_local_slides():
     score = np.array([0.55, 0.7, 0.75, 0.92, 0.96])
     truth = np.array([0, 0, 0, 1, 1])
     point = find_operating_point(score, truth)
@@ -305,7 +309,7 @@ def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own():
     assert reached[0] == max(reached)
 
 
-def test_a_tuned_hospital_calls_slides_by_patients_that_were_held_out(tmp_path):
+def test_a_tuned_hospital_sets_the_slide_threshold_on_held_out_patients(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     tumour = np.zeros((20, 10), int)  # every second slide has three tumour patches among ten; all look a little ill
     tumour[1::2, :3] = 1
@@ -313,7 +317,7 @@ def test_a_tuned_hospital_calls_slides_by_patients_that_were_held_out(tmp_path):
     x = np.random.default_rng(0).normal(size=(200, 24)) + 3 * np.outer(labels, np.arange(24) < 3)
     splits, (patients, slides) = ["train"] * 150 + ["test"] * 50, ([f"{c}{k}" for k in of] for c in "ps")
     write_features(study, "S0", x, labels, patients, splits, slides)
-    run = run_of(study, *ALONE)
+    run = train_run(study, *ALONE)
     row = evaluate(study, run)["sites"][0]["slides"]
     kept = of_site(study.root / run, "S0", "prediction_model")
     assert row["threshold"] == kept["slide_threshold"] and kept["by"] == "cross-validation"
@@ -325,7 +329,7 @@ SEEDED = ("privacy.insecure_seed=1", "train.rounds=2")
 KINDS = {"heads": HEADS, "networks": ["train.val_fraction=0.34", "train.seed=2"]}
 
 
-def seeded(study, method, *overrides):
+def train_seeded(study, method, *overrides):
     return study.root / trained(study, method, *SEEDED, *overrides)["run"]
 
 
@@ -333,14 +337,14 @@ def kept(path, role):
     return {file.parent.name: load_file(file) for file in sorted(path.glob(f"sites/*/{role}.safetensors"))}
 
 
-def alike(one, other):
+def assert_same_state(one, other):
     assert one.keys() == other.keys() and one
     assert all(same(tensors, other[site]) for site, tensors in one.items())
 
 
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory):
-    """Two sites each: with features of 60 patients in training, and with tiny patches."""
+    """Two studies of two sites: one with features of 60 training patients, one with tiny patches."""
     found = {kind: make_study(tmp_path_factory.mktemp(kind) / "study", n_sites=2, text=LARGER) for kind in KINDS}
     for k, share in enumerate((0.2, 0.5)):
         x, labels = rows_of(60, k, share, d=40)
@@ -353,11 +357,13 @@ def studies(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", TALKING)
-def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studies, kind, method):
+def test_the_local_model_trains_beside_the_others_and_changes_none_of_them(studies, kind, method):
     study, settings = studies[kind], KINDS[kind]
-    with_it, without = (seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false"))
+    with_it, without = (
+        train_seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false")
+    )
     for role in ("private", *["proxy"] * (method in ("proxyfl", "fml"))):
-        alike(kept(with_it, role), kept(without, role))
+        assert_same_state(kept(with_it, role), kept(without, role))
     assert len(kept(with_it, "local")) == 2 and not kept(without, "local")
     document = evaluate(study, str(with_it))
     for row in document["sites"]:
@@ -369,29 +375,33 @@ def test_the_lone_model_learns_beside_the_others_and_changes_none_of_them(studie
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_model_that_training_alone_gives(studies, kind):
+def test_the_local_model_equals_the_one_of_local_training(studies, kind):
     study, tune = studies[kind], f"train.tune={str(kind == 'heads').lower()}"
     held = [one for one in KINDS[kind] if "val_fraction" not in one]
-    joined = seeded(study, "fedavg", *held)
-    alone = seeded(study, "regular", *held, "privacy.enabled=false", tune)
-    alike(kept(joined, "local"), kept(alone, "private"))
+    joined = train_seeded(study, "fedavg", *held)
+    alone = train_seeded(study, "regular", *held, "privacy.enabled=false", tune)
+    assert_same_state(kept(joined, "local"), kept(alone, "private"))
 
 
-def test_models_that_stay_have_a_rate_of_their_own(studies):
+def test_models_that_stay_at_the_site_have_a_separate_learning_rate(studies):
     study, slow = studies["networks"], "train.private_lr=0.0005"
-    joined, proxies = (seeded(study, "proxyfl", "train.lr=0.03", *more) for more in ([slow], []))
-    alone = seeded(study, "regular", "train.lr=0.0005", "privacy.enabled=false")
-    alike(kept(joined, "local"), kept(alone, "private"))
-    alike(kept(seeded(study, "regular", slow, "privacy.enabled=false"), "private"), kept(alone, "private"))
-    alike(kept(joined, "proxy"), kept(proxies, "proxy"))  # in strict mode it sees no private model
-    with_noise = [kept(seeded(study, "regular", *more), "private") for more in ([slow], [])]
-    alike(*with_noise)
+    joined, proxies = (train_seeded(study, "proxyfl", "train.lr=0.03", *more) for more in ([slow], []))
+    alone = train_seeded(study, "regular", "train.lr=0.0005", "privacy.enabled=false")
+    assert_same_state(kept(joined, "local"), kept(alone, "private"))
+    assert_same_state(
+        kept(train_seeded(study, "regular", slow, "privacy.enabled=false"), "private"), kept(alone, "private")
+    )
+    assert_same_state(kept(joined, "proxy"), kept(proxies, "proxy"))  # in strict mode it sees no private model
+    with_noise = [kept(train_seeded(study, "regular", *more), "private") for more in ([slow], [])]
+    assert_same_state(*with_noise)
 
 
-def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
+def test_a_tuned_network_weighs_its_ensemble_on_all_training_rows(studies):
     study = studies["networks"]
-    path = seeded(study, "proxyfl", "train.tune=true")
-    alike(kept(path, "local"), kept(seeded(study, "regular", "train.tune=true", "privacy.enabled=false"), "private"))
+    path = train_seeded(study, "proxyfl", "train.tune=true")
+    assert_same_state(
+        kept(path, "local"), kept(train_seeded(study, "regular", "train.tune=true", "privacy.enabled=false"), "private")
+    )
     for row in evaluate(study, str(path))["sites"]:
         choice = of_site(path, row["site"], "prediction_model")
         with PatchStore(study.store_path(row["site"])) as store:
@@ -400,20 +410,22 @@ def test_a_tuned_network_judges_its_mixture_by_all_of_its_rows(studies):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_keeps_the_same_lone_model_and_answers_alike(studies, kind):
+def test_a_resumed_run_keeps_its_local_model_and_predictions(studies, kind):
     study, settings = studies[kind], [*KINDS[kind], "train.rounds=3"]
-    whole = seeded(study, "proxyfl", *settings)
+    whole = train_seeded(study, "proxyfl", *settings)
     with interrupted_after(4):
-        seeded(study, "proxyfl", *settings)
+        train_seeded(study, "proxyfl", *settings)
     broken = sorted(study.runs_path.glob("0*"))[-1]
     resume_run(study, broken.name, backend="local")
     for role in ("local", "private", "proxy"):
-        alike(kept(whole, role), kept(broken, role))
+        assert_same_state(kept(whole, role), kept(broken, role))
     for site in ("S0", "S1"):
         assert of_site(whole, site, "prediction_model") == of_site(broken, site, "prediction_model")
 
 
-def test_what_is_never_sent_is_not_counted_and_does_not_leave(studies):
-    runs = [seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}") for said in ("true", "false")]
+def test_the_local_model_is_not_sent_and_adds_no_bytes(studies):
+    runs = [
+        train_seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}") for said in ("true", "false")
+    ]
     sent = [[line["bytes"] for line in metrics(path, "S0")] for path in runs]
     assert sent[0] == sent[1]

@@ -1,4 +1,4 @@
-"""Every row of METHODS runs in the one loop; each method is what its paper says where that can be checked."""
+"""Tests of every method in the training loop and of its agreement with its paper."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_every_method_trains_accounts_and_is_evaluated(pair, method):
 @pytest.mark.parametrize(
     "method", [one if one == "cwt" else pytest.param(one, marks=pytest.mark.slow) for one in ACCOUNTED]
 )
-def test_every_method_goes_on_to_the_same_models_after_a_kill(pair, method):
+def test_every_method_resumes_to_the_same_models_after_a_kill(pair, method):
     whole = run(pair, method, SEEDED)
     with interrupted_after(4):
         run(pair, method, SEEDED)
@@ -67,7 +67,7 @@ def test_pooling_is_refused_where_one_hospital_keeps_its_patches(study):
 
 
 @pytest.mark.parametrize("method", [*nightly("fedavg", "avgpush"), "cwt"])
-def test_methods_that_share_one_model_start_alike_whatever_a_site_prefers(tmp_path, method):
+def test_methods_with_a_shared_model_start_alike_whatever_a_site_file_sets(tmp_path, method):
     study = make_study(tmp_path / "study", n_sites=2, site_extra='real = false\nprivate_model = "lenet5"')
     summary = run(study, method)
     assert len({flat(model(study, summary, site)).size for site in study.site_names()}) == 1
@@ -82,20 +82,20 @@ def test_after_a_star_every_site_holds_the_central_model(study, method, role):
         np.testing.assert_allclose(other, models[0], rtol=1e-6, atol=1e-7)
 
 
-def test_with_one_site_there_is_nobody_to_average_with(tmp_path):
+def test_a_single_site_trains_the_same_model_by_either_method_that_averages(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     alone, again = (flat(model(study, run(study, m, "privacy.enabled=false"), "S0")) for m in ("fedavg", "avgpush"))
     assert np.array_equal(alone, again)
 
 
-def test_what_passes_through_the_centre_is_noted_and_costs_nothing(study):
+def test_models_relayed_by_the_hub_are_recorded_and_cost_no_budget(study):
     run(study, "fedavg")
     relayed = [sum("relayed" in line for line in read_lines(study.ledger_path(site))) for site in ("S0", "S1")]
     assert relayed == [2, 0]  # one broadcast a round
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 49])
-def test_star_averages_exactly_and_ring_only_carries(n):
+def test_a_star_averages_exactly_and_a_ring_only_passes_on(n):
     whole = np.eye(n)
     for matrix in star(n, 0):
         np.testing.assert_allclose(matrix.sum(axis=0), 1)

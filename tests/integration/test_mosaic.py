@@ -1,4 +1,4 @@
-"""Mosaics: the right patches, the encoder's own features of them, and stores that survive anything."""
+"""Tests of mosaics: choice of patches, features of the encoder, interrupted and damaged stores."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def settings(tiny_weights):
 
 @pytest.fixture(scope="session")
 def calm(archive, settings, tmp_path_factory):
-    """A study whose mosaics were made without a disturbance, and what was said of them."""
+    """A study with mosaics made without an interruption, and the document of the command."""
     root = tmp_path_factory.mktemp("calm") / "study"
     init_study(root, archive=archive)
     (row,) = make_mosaics(Study(root), site="C1", overrides=settings)["sites"]
@@ -67,15 +67,15 @@ def study(archive, tmp_path):
     return Study(tmp_path / "study")
 
 
-def other_than(weights, folder):
-    """A file of other weights."""
+def write_other_weights(weights, folder):
+    """Write a file of other weights."""
     found = {k: v * 1.5 if v.is_floating_point() else v for k, v in load_file(weights).items()}
     save_file(found, folder / "other.safetensors")
     return folder / "other.safetensors"
 
 
 def plain_features(name, path, patches):
-    """What anybody gets from timm."""
+    """Compute features with timm alone."""
     model = timm.create_model(name, num_classes=0).eval()
     state = {k: v.float() for k, v in load_file(path).items() if not k.startswith("classifier.")}
     model.load_state_dict(state, strict=True)
@@ -85,7 +85,7 @@ def plain_features(name, path, patches):
         return model((torch.from_numpy(patches).permute(0, 3, 1, 2) / 255 - mean) / std).numpy()
 
 
-def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, tiny_weights):
+def test_the_store_holds_the_features_of_timm(calm, archive, tiny_weights):
     study, row = calm
     assert row["failed"] == [] and row["bags"] == row["slides"] == 4 == row["train"] + row["test"]
     assert sum(row["classes"].values()) == 4 and set(row["classes"]) == set(CLASSES)
@@ -104,7 +104,7 @@ def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, ti
                 assert min(picture.size) > 400
 
 
-def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, settings, tiny_weights, tmp_path):
+def test_a_new_slide_is_predicted_from_a_fresh_mosaic(calm, archive, settings, tiny_weights, tmp_path):
     study = Study(shutil.copytree(calm[0].root, tmp_path / "study"))
     overrides = [*settings, "train.data=mosaics", "train.rounds=2", "train.batch_size=2"]
     overrides += ["model.private=deepset", "privacy.enabled=false"]
@@ -120,12 +120,12 @@ def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, 
     assert new["probabilities"] == pytest.approx(known["probabilities"], abs=1e-6)
     assert (study.root / new["heatmap"]).exists()
     config = study.root / run / "config.toml"
-    config.write_text(config.read_text().replace(str(tiny_weights), str(other_than(tiny_weights, tmp_path))))
+    config.write_text(config.read_text().replace(str(tiny_weights), str(write_other_weights(tiny_weights, tmp_path))))
     (failed,) = predict(study, run, site="C1", slides=[stranger])["failed"]
     assert "was trained on features of test_efficientnet sha256:" in failed["reason"]
 
 
-def test_the_mosaic_keeps_of_every_colour_group_its_share_of_places_once():
+def test_the_mosaic_samples_every_colour_group_in_proportion_without_repeats():
     rng = np.random.default_rng(0)
     centres = np.array([[200, 100, 150], [90, 40, 110], [230, 200, 220]])
     group = np.repeat([0, 1, 2], [120, 60, 7])
@@ -142,7 +142,7 @@ def test_the_mosaic_keeps_of_every_colour_group_its_share_of_places_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 3])
-def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm, settings, after):
+def test_mosaic_killed_at_any_moment_and_restarted_writes_the_same_bytes(study, calm, settings, after):
     command = [sys.executable, "-m", "wsi_fl", "mosaic", "--site", "C1"]
     command += [part for value in settings for part in ("--set", value)]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -160,19 +160,19 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm
     assert not list((study.root / "stores").rglob("*.partial*"))
 
 
-def test_a_second_run_makes_nothing_and_changes_are_noticed(study, calm, settings, tiny_weights, tmp_path, capsys):
+def test_a_second_run_writes_nothing_and_changes_are_noticed(study, calm, settings, tiny_weights, tmp_path, capsys):
     shutil.copytree(calm[0].root / "stores", study.root / "stores")
     shards = sorted((study.root / "stores/C1/mosaics").glob("*.h5"))
     before = {path: path.stat().st_mtime_ns for path in shards}
     make_mosaics(study, site="C1", overrides=settings)
     assert all(path.stat().st_mtime_ns == before[path] for path in shards)
-    other = f"mosaic.weights={other_than(tiny_weights, tmp_path)}"
+    other = f"mosaic.weights={write_other_weights(tiny_weights, tmp_path)}"
     make_mosaics(study, site="C1", overrides=[*settings, other])
     assert all(path.stat().st_mtime_ns != before[path] for path in shards)
     assert capsys.readouterr().err.count("made again") == 4
 
 
-def test_slides_without_tissue_and_broken_ones_are_set_aside_in_one_line(archive, tmp_path, settings):
+def test_slides_without_tissue_and_broken_ones_are_excluded_in_one_line(archive, tmp_path, settings):
     copy = tmp_path / "copy"
     shutil.copytree(archive, copy)
     broken, empty, *_ = sorted(copy.rglob("*.tif"))
@@ -187,7 +187,7 @@ def test_slides_without_tissue_and_broken_ones_are_set_aside_in_one_line(archive
 
 
 @pytest.mark.slow
-def test_a_damaged_patch_is_left_out_and_named(study, settings, monkeypatch):
+def test_a_damaged_patch_is_excluded_and_named(study, settings, monkeypatch):
     slide = Slide.read
     bad = []
 
@@ -219,7 +219,7 @@ def test_ranks_share_the_slides_and_give_the_same_store(study, calm, settings, a
             assert np.array_equal(one.read_bag(k).xy_l0, other.read_bag(k).xy_l0)
 
 
-def test_subtypes_are_classes_and_other_diagnoses_are_set_aside(study, settings, monkeypatch):
+def test_subtypes_are_classes_and_other_diagnoses_are_excluded(study, settings, monkeypatch):
     names = {"kidney": ["KIRP", "KIRC"], "lung": ["LUAD"]}
 
     def diagnosed(*given):
@@ -260,7 +260,7 @@ def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
         np.testing.assert_allclose(encoder(patch), pooled(maps).mean((2, 3)).numpy(), atol=1e-4)
 
 
-def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, settings, wsi_fl):
+def test_the_mosaic_command_refuses_bad_usage_and_prints_one_document(study, calm, settings, wsi_fl):
     assert wsi_fl("mosaic", cwd=study.root).returncode == 2
     shutil.copytree(calm[0].root / "stores", study.root / "stores")
     sets = [part for value in settings for part in ("--set", value)]
@@ -270,8 +270,8 @@ def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, settin
     assert keys <= json.loads(done.stdout)["sites"][0].keys()
 
 
-def test_one_scan_of_several_patients_is_in_one_split_and_told(settings, tmp_path):
-    """Also where one is a link, and where two sites have it."""
+def test_a_scan_of_several_patients_is_in_one_split_and_reported(settings, tmp_path):
+    """Covers links and scans at two sites."""
     folder = simulated_slides.simulate_archive(tmp_path / "painted", n_sites=1, patients_per_site=1, size_px=768)
     source = next(folder.rglob("*.tif"))
     slides = tmp_path / "archive" / "slides"
@@ -288,7 +288,7 @@ def test_one_scan_of_several_patients_is_in_one_split_and_told(settings, tmp_pat
     assert made["copies"] and "c (site B, patient r)" in made["copies"][0]
 
 
-def test_slides_that_all_lack_a_class_end_in_one_line(settings, tmp_path):
+def test_slides_that_all_lack_a_class_are_refused_in_one_line(settings, tmp_path):
     (tmp_path / "archive" / "slides").mkdir(parents=True)
     for name in "ab":
         (tmp_path / "archive" / "slides" / f"{name}.tif").touch()

@@ -1,4 +1,4 @@
-"""No file that is made for others names a path of the machine, its host or who ran it."""
+"""Tests that shared files name no path, host or user of the machine."""
 
 import re
 import socket
@@ -27,7 +27,7 @@ _SOURCE = re.compile(rb"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]+\.pyc?\b")
 
 
 def contents(path):
-    """What a file holds, member by member where it is an archive."""
+    """Return the contents of a file, by member for an archive."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
@@ -77,7 +77,7 @@ def test_a_model_file_holds_no_trace_of_where_it_was_made(tmp_path, of, write):
 
 
 @pytest.mark.end_to_end
-def test_a_model_of_bags_neither(tmp_path):
+def test_a_model_of_bags_holds_no_trace_of_where_it_was_made(tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     pytest.importorskip("onnxscript")
     model = create_model("deepset_attention", n_classes=2, shape=Bags(8), seed=0).eval().requires_grad_(False)
@@ -86,7 +86,7 @@ def test_a_model_of_bags_neither(tmp_path):
 
 
 @pytest.mark.end_to_end
-def test_an_exported_model_and_its_card_neither(tmp_path):
+def test_an_exported_model_and_its_card_hold_no_trace_of_where_they_were_made(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     run = trained(study, "proxyfl", "train.rounds=1")["run"]
     evaluate(study, run)
@@ -99,7 +99,7 @@ def test_an_exported_model_and_its_card_neither(tmp_path):
     assert RunFolder(study.find_run(run)).name in (tmp_path / form / "MODEL_CARD.md").read_text()
 
 
-def test_a_letter_neither(tmp_path):
+def test_a_class_statistics_file_holds_no_trace_of_where_it_was_made(tmp_path):
     study = make_hospitals(tmp_path / "study")
     release_statistics(study, site="S0", overrides=[*HEADS, "privacy.sigma=2.0"])
     assert_says_no_place(study.root / "statistics", study.root)

@@ -1,4 +1,4 @@
-"""Sums of features, released once: what they protect, what is solved from them, and the run around it."""
+"""Tests of one-shot class statistics: their privacy, the head solved from them, audits and secure aggregation."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ HEADS = ["train.data=features", "model.private=linear_head", "model.proxy=linear
 
 
 def rows_of(n, seed, share=0.5, d=D):
-    """Features whose label is seen in a few of them, and labels of which a share is 1."""
+    """Return features of which a few depend on the label, and labels with a given share of ones."""
     rng = np.random.default_rng(seed)
     labels = (np.arange(n) < round(n * share)).astype(int)
     x = rng.normal(size=(n, d)) + 1.5 * np.outer(2 * labels - 1, np.arange(d) < 3)
@@ -41,7 +41,7 @@ def rows_of(n, seed, share=0.5, d=D):
 
 
 def make_hospitals(root):
-    """Three hospitals of 60 training rows, of which the first two see one class alone."""
+    """Make three hospitals of 60 training rows; the first two have a single class."""
     made = make_study(root, n_sites=3)
     patients = [f"p{i // 3}" for i in range(60)] + [f"t{i}" for i in range(40)]
     for k, share in enumerate((0.0, 1.0, 0.5)):
@@ -61,7 +61,7 @@ def cut(*_, **__):
 
 @contextmanager
 def cut_off(where=LocalComm, name="exchange", how=cut):
-    """Within it a job ends, as by Ctrl-C, where messages are about to be sent."""
+    """End a job, as by Ctrl-C, just before messages are sent."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(where, name, how)
         yield
@@ -71,23 +71,23 @@ def oneshot(study, *overrides, **more):
     return train(study, method="oneshot", overrides=[*HEADS, *overrides], **({"backend": "local"} | more))
 
 
-def sums_of(head, x, labels, dp=None, patient=None):
+def compute_statistics(head, x, labels, dp=None, patient=None):
     dp = dp or NoisyStatistics(0.0, 1.0, len(x))
     who = None if patient is None else torch.from_numpy(patient)
     return dp.clip_statistics(head, head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels), who)
 
 
-def holding(x, labels, noise=0.0, **how):
-    """A head whose site has these rows."""
+def make_head(x, labels, noise=0.0, **how):
+    """Make a head of a site with these rows."""
     head = SharedHead(2, D, **how)
     head.set_local_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels))
-    exact = sums_of(head, x, labels)
+    exact = compute_statistics(head, x, labels)
     head.set_noisy_statistics(exact, exact + noise * torch.randn(len(exact), dtype=torch.float64), noise**2)
     return head
 
 
 @pytest.mark.parametrize("n_classes", [2, 5])
-def test_a_row_changes_the_sums_by_at_most_one(n_classes):
+def test_a_row_changes_the_statistics_by_at_most_one(n_classes):
     head, rng = SharedHead(n_classes, D), np.random.default_rng(0)
     worst = 0.0
     for scale in (1e-3, 1.0, 1e3):
@@ -95,18 +95,18 @@ def test_a_row_changes_the_sums_by_at_most_one(n_classes):
         x[0] = 0  # LayerNorm of a constant row
         x[1, 0] = np.inf
         labels = rng.integers(0, n_classes, 30)
-        whole = sums_of(head, x, labels)
+        whole = compute_statistics(head, x, labels)
         for left in range(30):
             rest = np.delete(np.arange(30), left)
-            without = sums_of(head, x[rest], labels[rest])
+            without = compute_statistics(head, x[rest], labels[rest])
             worst = max(worst, float((whole - without).norm()))
     assert 0.9 < worst <= 1  # the bound is used, and kept
 
 
-def test_a_class_that_nobody_has_is_no_answer():
+def test_a_class_without_rows_is_never_predicted():
     head, (x, _) = SharedHead(3, D), rows_of(50, 0)
     labels = np.arange(50) % 2
-    exact = sums_of(head, x, labels)
+    exact = compute_statistics(head, x, labels)
     noisy = exact.clone()
     noisy.view(head.shape)[2] = torch.linspace(1, -1, head.shape[1])  # noise alone, and a count below 0
     for one in (head, other := SharedHead(3, D)):
@@ -116,22 +116,22 @@ def test_a_class_that_nobody_has_is_no_answer():
     assert float(answers[:, 2].max()) < 1e-6 < float(answers[:, :2].min())
 
 
-def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_has():
+def test_a_patient_changes_the_statistics_by_at_most_the_bound_for_any_number_of_rows():
     head, (x, labels) = SharedHead(2, D), rows_of(60, 1)
     head.clip_scale.fill_(_PATIENT_CLIP)
     x[:40] = x[0]  # forty rows alike, of both classes
     patient = np.repeat([0, 1, 2], [40, 15, 5])
     dp = NoisyStatistics(0.0, 1.0, 3, "patient")
-    whole = sums_of(head, x, labels, dp, patient)
+    whole = compute_statistics(head, x, labels, dp, patient)
     for one in range(3):
         rest = patient != one
-        change = whole - sums_of(head, x[rest], labels[rest], dp, patient[rest])
+        change = whole - compute_statistics(head, x[rest], labels[rest], dp, patient[rest])
         assert float(change.norm()) <= 1
-    rows = sums_of(head, x, labels) - sums_of(head, x[40:], labels[40:])
+    rows = compute_statistics(head, x, labels) - compute_statistics(head, x[40:], labels[40:])
     assert float(rows.norm()) > 30  # by rows that patient would not be protected
 
 
-def test_noise_has_the_variance_of_the_account_and_is_of_no_generator_whose_state_could_be_solved_for(monkeypatch):
+def test_noise_has_the_variance_of_the_account_and_comes_from_no_predictable_generator(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *_, **__: pytest.fail("a generator's numbers"))
     exact, found = torch.linspace(-3, 3, 20_000, dtype=torch.float64), []
     with torch.random.fork_rng():
@@ -147,7 +147,7 @@ def test_noise_has_the_variance_of_the_account_and_is_of_no_generator_whose_stat
 
 
 @pytest.mark.parametrize("sigma", [0.5, 3.731, 20.0])
-def test_epsilon_of_releases_is_exact_and_with_sampled_steps_it_is_more_than_either(sigma):
+def test_epsilon_of_releases_is_exact_and_composes_with_sampled_steps(sigma):
     accounting = pytest.importorskip("dp_accounting")
     once, steps = Mechanism(sigma, 1.0, 1.0, 1), Mechanism(1.5, 1.0, 0.05, 100)
     assert epsilon([once], 1e-5) == pytest.approx(accounting.get_epsilon_gaussian(sigma, 1e-5), abs=1e-6)
@@ -156,9 +156,9 @@ def test_epsilon_of_releases_is_exact_and_with_sampled_steps_it_is_more_than_eit
     assert epsilon([once, steps], 1e-5) > max(epsilon([once], 1e-5), epsilon([steps], 1e-5))
 
 
-def test_without_noise_all_know_the_means_of_all_rows_together():
+def test_without_noise_every_site_knows_the_pooled_means():
     (xa, ya), (xb, yb) = rows_of(80, 0, 0.3), rows_of(120, 1, 0.6)
-    heads = [holding(xa, ya), holding(xb, yb)]
+    heads = [make_head(xa, ya), make_head(xb, yb)]
     SharedHead.combine(heads)
     x, y = torch.from_numpy(np.concatenate([xa, xb])), np.concatenate([ya, yb])
     z = heads[0].embed_rows(x)
@@ -170,11 +170,11 @@ def test_without_noise_all_know_the_means_of_all_rows_together():
         assert (head(x).argmax(1).numpy() == y).mean() > 0.9
 
 
-def test_it_is_discriminant_analysis_with_a_shrunk_covariance():
+def test_the_one_shot_head_is_discriminant_analysis_with_a_shrunk_covariance():
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
     x, labels = rows_of(400, 0, 0.3)
-    head = holding(x, labels)
+    head = make_head(x, labels)
     z = head.embed_rows(torch.from_numpy(x)).numpy()
     _, rows, within = head.class_means()
     d = len(within)
@@ -188,9 +188,9 @@ def test_it_is_discriminant_analysis_with_a_shrunk_covariance():
     np.testing.assert_allclose((said[:, 1] - said[:, 0]).numpy(), wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_a_class_of_few_rows_counts_for_less_in_a_noisy_letter_and_nothing_else_says_so():
+def test_a_class_of_few_rows_counts_for_less_in_noisy_statistics():
     head, (x, labels) = SharedHead(2, D), rows_of(400, 0, 0.1)
-    exact = sums_of(head, x, labels)
+    exact = compute_statistics(head, x, labels)
     same, none = head.weight_by_precision(exact, 0.0)
     assert torch.equal(same, exact) and none.tolist() == [0, 0]
     letter, variances = head.weight_by_precision(exact, 16.0)
@@ -199,11 +199,11 @@ def test_a_class_of_few_rows_counts_for_less_in_a_noisy_letter_and_nothing_else_
     torch.testing.assert_close(variances, 16.0 * torch.tensor([often, rare], dtype=torch.float64) ** 2)
     unsure, _ = head.weight_by_precision(exact, 16.0 * 40**2)
     torch.testing.assert_close(unsure, exact)  # noise alone could part such counts
-    assert torch.equal(holding(x, labels).weight_by_precision(exact, 16.0)[0], letter)  # what the site knows stays
+    assert torch.equal(make_head(x, labels).weight_by_precision(exact, 16.0)[0], letter)  # what the site knows stays
 
 
 class _Fixed:
-    """A covariance that is known."""
+    """A known covariance."""
 
     def __init__(self, covariance_):
         self.covariance_ = covariance_
@@ -212,13 +212,13 @@ class _Fixed:
         return self
 
 
-def test_means_of_others_count_as_far_as_their_noise_lets_them():
+def test_means_of_other_sites_are_weighted_by_their_noise():
     torch.manual_seed(0)
     (xa, ya), (xb, yb) = rows_of(60, 0, 0.5), rows_of(600, 1, 0.5)
-    alone = holding(xa, ya)
+    alone = make_head(xa, ya)
     worth = []
     for noise in (0.0, 1.0, 30.0, 1000.0):
-        heads = [holding(xa, ya), holding(xb, yb, noise)]
+        heads = [make_head(xa, ya), make_head(xb, yb, noise)]
         SharedHead.combine(heads)
         worth.append(heads[0].effective_sample_sizes()[1])
     assert worth[0] == pytest.approx(330, abs=1) and worth == sorted(worth, reverse=True)
@@ -226,7 +226,7 @@ def test_means_of_others_count_as_far_as_their_noise_lets_them():
     torch.testing.assert_close(heads[0].class_means()[0], alone.class_means()[0], atol=0.03, rtol=0.0)
 
 
-def test_rows_of_one_patient_tell_as_little_as_they_differ():
+def test_the_effective_sample_size_of_a_patients_rows_follows_from_their_variance():
     """The mean of ten patients of 30 rows each varies as the simulation says, and not as that of 300 patients."""
     rng = np.random.default_rng(0)
     patient, labels = np.repeat(np.arange(20), 30), np.repeat([0, 1], 300)
@@ -260,21 +260,21 @@ def test_rows_of_one_patient_tell_as_little_as_they_differ():
     assert float(known(x, labels).design_effect) == 300  # a patient of each class says nothing of others
 
 
-def test_what_follows_from_releases_alone_holds_nothing_of_the_site():
+def test_a_head_of_released_statistics_does_not_depend_on_local_rows():
     (xa, ya), (xb, yb) = rows_of(80, 0, 0.5), rows_of(80, 1, 0.5)
-    heads = [holding(xa, ya, 0.5), holding(xb, yb, 0.5)]
+    heads = [make_head(xa, ya, 0.5), make_head(xb, yb, 0.5)]
     SharedHead.combine(heads)
     first, second = (head.solve_released_head()(torch.from_numpy(xa)) for head in heads)
     torch.testing.assert_close(first, second)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, 4.0, 16.0])
-def test_a_head_without_own_rows_is_as_sure_as_its_letters_are(noise, monkeypatch):
-    """What it has of noise alone says nothing of a class; which class is the most probable stays as it was."""
+def test_a_head_without_local_rows_is_as_confident_as_its_statistics_allow(noise, monkeypatch):
+    """Noise does not raise the confidence in a class; the most probable class stays the same."""
     torch.manual_seed(0)
     held, (x, y) = [], map(torch.from_numpy, rows_of(4000, 9))
     for seed in range(10):
-        heads = [holding(*rows_of(100, 2 * seed + k), noise) for k in range(2)]
+        heads = [make_head(*rows_of(100, 2 * seed + k), noise) for k in range(2)]
         SharedHead.combine(heads)
         heads[0].clear_local_statistics()
         tempered = heads[0](x)
@@ -287,7 +287,7 @@ def test_a_head_without_own_rows_is_as_sure_as_its_letters_are(noise, monkeypatc
     assert ours <= theirs and (noise > 4 or ours < 0.69)  # as who knows nothing
 
 
-def test_bags_count_by_their_mean_and_padding_by_nothing():
+def test_bags_count_by_their_mean_and_padding_is_ignored():
     from wsi_fl.learning.examples import pack_bags
 
     rng = np.random.default_rng(0)
@@ -297,7 +297,7 @@ def test_bags_count_by_their_mean_and_padding_by_nothing():
     torch.testing.assert_close(found, SharedHead(2, D).embed_rows(torch.from_numpy(means)))
 
 
-def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(study):
+def test_hospitals_with_a_single_class_learn_the_other_from_one_message(study):
     summary = oneshot(study, "privacy.target_epsilon=8")
     assert summary["communication"]["messages"] == 4 and charges(study) == [1, 1, 1]  # to the hub and back
     for row in summary["sites"]:
@@ -310,7 +310,7 @@ def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(stu
     assert write_report(study, summary["run"]).exists()
 
 
-def test_what_travels_is_noisy_and_what_stays_is_exact(study):
+def test_sent_statistics_are_noisy_and_local_ones_are_exact(study):
     run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
     kept = model(run, "S0", "shared")
     exact, variances = kept["noiseless_statistics"].view(2, -1), kept["released"][-2:]
@@ -324,13 +324,13 @@ def test_what_travels_is_noisy_and_what_stays_is_exact(study):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A study, a run of it without privacy, and what an audit of that says."""
+    """A study, a run of it without privacy, and the audit of this run."""
     study = make_hospitals(tmp_path_factory.mktemp("plain") / "study")
     with pytest.MonkeyPatch.context() as patch:
-        return study, *an_audit(study, patch, "privacy.enabled=false")
+        return study, *train_and_audit(study, patch, "privacy.enabled=false")
 
 
-def test_without_privacy_the_sums_are_exact(plain):
+def test_without_privacy_the_statistics_are_exact(plain):
     _, run, _ = plain
     kept = model(run, "S0", "shared")
     torch.testing.assert_close(kept["released"][:-2], kept["noiseless_statistics"], rtol=1e-6, atol=1e-5)
@@ -339,7 +339,7 @@ def test_without_privacy_the_sums_are_exact(plain):
     assert float(counts.sum()) == pytest.approx(60)  # every row, whatever the size of batches
 
 
-def test_a_killed_run_sends_the_same_sums_once_more(study):
+def test_a_resumed_run_sends_the_same_statistics_again(study):
     with interrupted_after(2):
         oneshot(study, "privacy.sigma=2.0")
     before = lines_of(study, "S0")
@@ -348,7 +348,7 @@ def test_a_killed_run_sends_the_same_sums_once_more(study):
     assert summary["sites"][0]["epsilon"] == pytest.approx(epsilon([Mechanism(2.0, 1.0, 1.0, 1)], 1e-5))
 
 
-def test_a_letter_that_is_refused_counts_as_none(study, monkeypatch):
+def test_refused_statistics_do_not_enter_the_head(study, monkeypatch):
     real = exchange._find_range_problem
 
     def judged(message, *how, **more):
@@ -363,7 +363,7 @@ def test_a_letter_that_is_refused_counts_as_none(study, monkeypatch):
 
 
 @pytest.mark.parametrize(("variance", "noisy"), [(-1.0, False), (-1.0, True), (0.0, True)])
-def test_a_letter_must_say_what_noise_it_has(variance, noisy):
+def test_class_statistics_must_state_their_noise(variance, noisy):
     vector = np.array([3.0, 1.0, variance, 4.0], np.float32)
     message = Message(1, 0, 1, "sums", vector, 1.0)
     assert f"variance of {variance:.3g}" in exchange._find_range_problem(message, 2, is_noisy=noisy)
@@ -371,7 +371,7 @@ def test_a_letter_must_say_what_noise_it_has(variance, noisy):
     assert exchange._find_range_problem(message, 2, is_noisy=noisy) == ""
 
 
-def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
+def test_a_real_hospital_is_charged_for_life_and_a_dry_run_is_free(study):
     make_real(study)
     only = ["sites=['S0']", "privacy.target_epsilon=1"]
     (planned,) = dry_run(study, method="oneshot", overrides=[*HEADS, *only])["sites"]
@@ -384,7 +384,7 @@ def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
     assert second == pytest.approx(_gaussian_epsilon(sqrt(2) / 3.731, 1e-5), abs=1e-3)
 
 
-def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
+def test_statistics_of_a_much_larger_site_are_accepted(study):
     x, labels = rows_of(1000, 5)
     write_features(study, "S2", x, labels, [f"p{i}" for i in range(1000)], ["train"] * 990 + ["test"] * 10)
     run = study.root / oneshot(study, "privacy.target_epsilon=8")["run"]
@@ -392,19 +392,19 @@ def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
     assert torch.equal(*(model(run, name, "shared")["sums"] for name in ("S0", "S1")))
 
 
-def an_audit(study, monkeypatch, *overrides):
+def train_and_audit(study, monkeypatch, *overrides):
     monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 60)
     run = oneshot(study, *overrides)["run"]
     return study.root / run, audit_run(study, run)
 
 
 @pytest.mark.parametrize("unit", ["patient", "row"])
-def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(request, monkeypatch, unit):
+def test_an_audit_attacks_every_patient_of_the_statistics_and_keeps_names_at_the_site(request, monkeypatch, unit):
     if unit == "row":
         study, run, document = request.getfixturevalue("plain")
     else:
         study = request.getfixturevalue("study")
-        run, document = an_audit(study, monkeypatch, "privacy.unit=patient", "privacy.sigma=1.5")
+        run, document = train_and_audit(study, monkeypatch, "privacy.unit=patient", "privacy.sigma=1.5")
     for site in document["sites"]:
         tail = site["tail"]
         assert not tail["beyond"] and tail["n"] == (20 if unit == "patient" else 60)
@@ -426,7 +426,7 @@ def test_an_audit_attacks_everybody_in_a_letter_and_keeps_names_at_home(request,
 PATIENTS = {f"p{k}" for k in range(20)}
 
 
-def test_an_audit_says_what_each_letter_changes(plain):
+def test_an_audit_reports_the_effect_of_each_sites_statistics(plain):
     _, run, document = plain
     assert [row["site"] for row in document["influence"]] == ["S0", "S1", "S2"]
     for row in document["influence"]:
@@ -439,7 +439,7 @@ def test_an_audit_says_what_each_letter_changes(plain):
     assert document["influence"][0]["moved"] == pytest.approx(moved, rel=1e-3)
 
 
-def test_an_audit_of_letters_whose_noise_leaves_the_head_no_weight_is_written(plain, monkeypatch):
+def test_an_audit_of_statistics_dominated_by_noise_is_written(plain, monkeypatch):
     study, run, _ = plain
     head = SharedHead.solve_head
     monkeypatch.setattr(SharedHead, "solve_head", lambda self: (torch.zeros_like(head(self)[0]), head(self)[1]))
@@ -449,14 +449,14 @@ def test_an_audit_of_letters_whose_noise_leaves_the_head_no_weight_is_written(pl
 
 
 @pytest.mark.parametrize("forged", [1000, -1])
-def test_a_forged_letter_is_refused_where_it_arrives(study, monkeypatch, forged):
+def test_forged_statistics_are_refused_where_they_arrive(study, monkeypatch, forged):
     real = SharedHead.set_noisy_statistics
 
     def hold(head, exact, noisy, variance):
         real(head, exact, forged * noisy if float(head.local_sums[0, -1]) == 0 else noisy, variance)  # S1's
 
     monkeypatch.setattr(SharedHead, "set_noisy_statistics", hold)
-    run, document = an_audit(study, monkeypatch, "privacy.sigma=2.0")
+    run, document = train_and_audit(study, monkeypatch, "privacy.sigma=2.0")
     assert [bool(row["refused"]) for row in document["influence"]] == [False, True, False]
     assert [row["moved"] > 0 for row in document["influence"]] == [True, False, True]
     assert "rejected the model from site 1" in (run / "sites/S0/log.txt").read_text()
@@ -476,7 +476,7 @@ def lines_of(study, site):
 
 
 def charges(study, n=3):
-    """How often each site was charged."""
+    """Count the charges of each site."""
     return [len(lines_of(study, f"S{k}")) for k in range(n)]
 
 
@@ -486,26 +486,26 @@ def head_of(run, site):
     return head
 
 
-def noise_of_the_sum(run):
-    """What the sum of three has beside their exact sums, and what S0 holds."""
+def read_sum_noise(run):
+    """Return the noise in the sum of three sites and the head of S0."""
     held = model(run, "S0", "shared")
     return (held["sums"][:-2].double() * 3 - sum(exact_sums(run))).numpy(), held
 
 
-def test_shared_noise_is_in_the_sum_once_and_its_epsilon_says_on_whom_it_rests(study):
+def test_distributed_noise_is_in_the_sum_once_and_its_epsilon_names_the_trusted_sites(study):
     summary = oneshot(study, *SHARED)
     run = study.root / summary["run"]
     for row in summary["sites"]:
         assert row["guarantee"] == "shared"
         assert row["epsilon"] == pytest.approx(_gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
-    noise, held = noise_of_the_sum(run)
+    noise, held = read_sum_noise(run)
     # two honest sites of three carry all of it, so three carry half as much again
     assert kstest(noise / (3 * sqrt(1.5)), "norm").pvalue > 1e-4
     assert held["sums"][-2:].tolist() == pytest.approx([9 / 2] * 2, rel=1e-4)
     assert all(torch.equal(model(run, f"S{k}", "shared")["sums"], held["sums"]) for k in (1, 2))
 
 
-def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_its_message(study, monkeypatch):
+def test_without_noise_the_masked_sum_is_exact_and_no_message_reveals_a_sites_statistics(study, monkeypatch):
     sent, real = [], LocalComm.exchange
 
     def listened(self, outgoing, *args, **kwargs):
@@ -525,7 +525,7 @@ def test_without_noise_the_masked_sum_is_exact_and_nobody_reads_one_sites_from_i
     assert np.bincount(plain, minlength=256).max() > 4 * counts.max()
 
 
-def test_a_sum_that_was_read_is_not_made_again(study):
+def test_a_completed_secure_aggregation_is_not_repeated(study):
     with interrupted_after(1):
         oneshot(study, *SHARED)
     summary = resume_run(study, "1", backend="local")
@@ -534,7 +534,7 @@ def test_a_sum_that_was_read_is_not_made_again(study):
 
 
 @pytest.fixture
-def four(tmp_path):
+def four_hospitals(tmp_path):
     """Four hospitals of forty rows."""
     study = make_study(tmp_path / "study", n_sites=4)
     for k in range(4):
@@ -543,27 +543,27 @@ def four(tmp_path):
     return study
 
 
-def test_the_others_go_on_without_a_site_that_vanished(four):
+def test_the_other_sites_continue_without_a_site_that_dropped_out(four_hospitals):
     with cut_off():
-        oneshot(four, *SHARED)
-    summary = resume_run(four, "1", without=["S3"], backend="local")
-    noise, held = noise_of_the_sum(four.root / summary["run"])
+        oneshot(four_hospitals, *SHARED)
+    summary = resume_run(four_hospitals, "1", without=["S3"], backend="local")
+    noise, held = read_sum_noise(four_hospitals.root / summary["run"])
     assert summary["lost"] == ["S3"] and int(held["n_sites"]) == 3
     assert kstest(noise / (3 * sqrt(1.5)), "norm").pvalue > 1e-4
-    assert charges(four, 4) == [2, 2, 2, 1]
+    assert charges(four_hospitals, 4) == [2, 2, 2, 1]
 
 
-def test_a_sum_that_may_lose_a_site_has_the_noise_of_those_who_must_stay(four):
-    summary = oneshot(four, *SHARED, "privacy.dropouts=1")
-    head = model(four.root / summary["run"], "S0", "shared")
+def test_a_sum_that_tolerates_a_dropout_has_the_noise_of_the_required_sites(four_hospitals):
+    summary = oneshot(four_hospitals, *SHARED, "privacy.dropouts=1")
+    head = model(four_hospitals.root / summary["run"], "S0", "shared")
     assert {row["guarantee"] for row in summary["sites"]} == {"shared"}
     assert float(head["sums"][-1]) == pytest.approx(9 / 2, rel=1e-4)  # of four, one may collude and one go
-    assert charges(four, 4) == [1, 1, 1, 1]
+    assert charges(four_hospitals, 4) == [1, 1, 1, 1]
     words = "privacy.colluding = 1 and privacy.dropouts = 2 needs 6 sites or more, not 4"
-    refused(lambda: oneshot(four, *SHARED, "privacy.dropouts=2"), words)
+    refused(lambda: oneshot(four_hospitals, *SHARED, "privacy.dropouts=2"), words)
 
 
-def test_who_rests_on_others_says_so_by_name(study):
+def test_distributed_noise_needs_explicit_permission(study):
     make_real(study)
     refused(lambda: oneshot(study, *SHARED, backend="mpi"), 'allow = ["shared"]', "other sites")
     refused(lambda: oneshot(study, *SHARED, "sites=['S0', 'S1']"), "needs 3 sites")
@@ -571,7 +571,7 @@ def test_who_rests_on_others_says_so_by_name(study):
     refused(lambda: train(study, **other), "use oneshot")
 
 
-def test_void_sums_do_not_end_a_run_and_each_is_charged_and_has_fresh_noise(study):
+def test_void_sums_do_not_end_a_run_and_each_is_charged_with_fresh_noise(study):
     with cut_off():
         oneshot(study, *SHARED)
     for _ in range(2):
@@ -582,8 +582,8 @@ def test_void_sums_do_not_end_a_run_and_each_is_charged_and_has_fresh_noise(stud
     assert summary["sites"][0]["epsilon"] == pytest.approx(_gaussian_epsilon(sqrt(4) / 3, 1e-5), rel=1e-4)
 
 
-def test_who_holds_a_sum_makes_no_other_one(study):
-    """One site has opened it when the job ends, so that the others would have to spend once more, and it too."""
+def test_a_site_that_has_opened_the_sum_starts_no_second_one(study):
+    """A site has opened the sum when the job ends, so a second sum would charge every site again."""
     real, opened = secure_aggregation._open_sum, []
 
     def second(site, *given):
@@ -597,7 +597,7 @@ def test_who_holds_a_sum_makes_no_other_one(study):
     assert charges(study) == [1, 1, 1]
 
 
-def test_a_second_attempt_asks_all_budgets_first(study):
+def test_a_second_attempt_checks_all_budgets_first(study):
     edit(site_file(study, "S2"), more="max_epsilon = 1.5\n")
     with cut_off():
         oneshot(study, *SHARED)

@@ -1,4 +1,4 @@
-"""Image data sets divided among simulated sites: reading, dividing, storing, and training on the result."""
+"""Tests of image data sets divided among simulated sites: reading, dividing, storing and training."""
 
 import json
 from functools import partial
@@ -79,7 +79,7 @@ BAD = [
 ]
 
 
-def test_what_is_no_labelled_image_is_refused_in_one_line(tmp_path):
+def test_a_file_without_labelled_images_is_refused_in_one_line(tmp_path):
     for arrays, message in BAD:
         refused(npz(tmp_path, **arrays), message)
     for name in ("data.npz", "data.h5"):
@@ -153,7 +153,7 @@ def test_sixteen_bit_images_keep_their_greys_and_one_bit_images_are_black_and_wh
     refused(tmp_path, "8 or 16 bits", error=WsiFlError)
 
 
-def divided(text, y, n_sites, per_site, seed=0):
+def divide_images(text, y, n_sites, per_site, seed=0):
     return parse_skew(text)(y, n_sites, per_site, np.random.default_rng(seed))
 
 
@@ -163,10 +163,10 @@ SKEWS = st.sampled_from(["iid", "major:0", "major:0.3", "major:1", "dirichlet:0.
 
 @settings(max_examples=100, deadline=None)
 @given(SKEWS, LABEL_LISTS, st.integers(1, 6), st.none() | st.integers(1, 30), st.integers(0, 9))
-def test_parts_are_disjoint_of_the_size_asked_for_and_the_same_for_the_same_seed(text, y, n, per_site, seed):
+def test_parts_are_disjoint_have_the_given_size_and_repeat_with_the_seed(text, y, n, per_site, seed):
     size = len(y) // n if per_site is None else per_site
     try:
-        parts = divided(text, y, n, per_site, seed)
+        parts = divide_images(text, y, n, per_site, seed)
     except UsageError as error:
         assert "\n" not in str(error)
         # alike parts fail for want of images alone
@@ -183,11 +183,11 @@ def test_parts_are_disjoint_of_the_size_asked_for_and_the_same_for_the_same_seed
     if text.startswith("major"):  # exactly, and the classes go round
         classes, most = np.unique(y), round(float(text.split(":")[1]) * size)
         assert all((y[part] == classes[k % len(classes)]).sum() == most for k, part in enumerate(parts))
-    again = divided(text, y, n, per_site, seed)
+    again = divide_images(text, y, n, per_site, seed)
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
 
 
-def test_what_cannot_be_divided_so_is_refused_in_one_line():
+def test_an_impossible_division_is_refused_in_one_line():
     for text in ("even", "iid:1", "major:1.1", "major:nan", "dirichlet:0", "dirichlet:inf", ""):
         conftest.refused(partial(parse_skew, text), f"--skew {text!r}", ": known are iid, major:0.8")
     for text, n_sites, per_site, message in (
@@ -199,7 +199,7 @@ def test_what_cannot_be_divided_so_is_refused_in_one_line():
         ("dirichlet:1e308", 2, None, "beyond what can be drawn"),
     ):
         classes = np.repeat(np.arange(3), 4)
-        conftest.refused(partial(divided, text, classes, n_sites, per_site), message)
+        conftest.refused(partial(divide_images, text, classes, n_sites, per_site), message)
 
 
 @pytest.fixture
@@ -209,8 +209,8 @@ def study(tmp_path):
     return Study(tmp_path / "study")
 
 
-def stored(study, site):
-    """(train rows, test rows, table, pixels) of a site's store, rows by the names of its patients."""
+def read_store(study, site):
+    """Return (train rows, test rows, table, pixels) of a site's store, rows by the names of its patients."""
     with PatchStore(study.store_path(site)) as store:
         table = store.table
         rows = [
@@ -221,14 +221,14 @@ def stored(study, site):
 
 
 @pytest.mark.parametrize("channels", [0, 3])
-def test_stores_hold_the_rows_of_the_source_each_a_patient_of_its_own(study, tmp_path, channels):
+def test_stores_hold_the_rows_of_the_source_with_one_patient_per_row(study, tmp_path, channels):
     x, x_test = pixels(300, 4, channels), pixels(11, 4, channels, seed=1)
     y, y_test = np.arange(300) % 3, np.arange(11) % 3
     path = npz(tmp_path, x_train=x, y_train=y, x_test=x_test, y_test=y_test)
     document = partition_images(study, path, n_sites=3, per_site=90, skew="major:0.5", seed=4)
     seen_train, seen_test = [], []
     for k, row in enumerate(document["sites"]):
-        train, test, table, found = stored(study, row["site"])
+        train, test, table, found = read_store(study, row["site"])
         assert np.array_equal(found.squeeze(), np.concatenate([x[train], x_test[test]]))
         assert np.array_equal(table.label, np.concatenate([y[train], y_test[test]]))
         assert len(np.unique(table.patient)) == len(table) == 90 + len(test)
@@ -250,7 +250,7 @@ def test_test_images_held_out_are_in_no_training_set(study, tmp_path):
     partition_images(study, npz(tmp_path, x=x, y=np.arange(40) % 2), n_sites=4, test_fraction=0.25)
     train, test = [], []
     for site in ("S1", "S2", "S3", "S4"):
-        _, _, table, found = stored(study, site)
+        _, _, table, found = read_store(study, site)
         rows = found[:, 0, 0, 0]
         assert np.array_equal(table.label, rows % 2)
         train += rows[table.split == "train"].tolist()
@@ -263,7 +263,7 @@ def twenty(tmp_path):
     return npz(tmp_path, x=pixels(20, 4), y=np.arange(20) % 2)
 
 
-def test_nothing_is_overwritten(study, twenty):
+def test_existing_stores_are_not_overwritten(study, twenty):
     partition_images(study, twenty, n_sites=2)
     before = {p: p.read_bytes() for p in study.root.rglob("*.h5")}
     again = partial(partition_images, study, twenty)
@@ -292,7 +292,7 @@ def test_wrong_options_are_refused_in_one_line_and_leave_nothing_behind(study, t
 
 
 @pytest.mark.end_to_end
-def test_from_data_set_to_evaluation_on_the_command_line(study, tmp_path, wsi_fl):
+def test_the_command_line_leads_from_a_data_set_to_an_evaluation(study, tmp_path, wsi_fl):
     y, y_test = np.arange(64) % 2, np.arange(12) % 2
     arrays = {"x_train": pixels(64, 28, 0), "y_train": y, "x_test": pixels(12, 28, 0), "y_test": y_test}
     data = npz(tmp_path, **arrays)

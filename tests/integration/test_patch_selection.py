@@ -1,4 +1,4 @@
-"""From a slide and its record to the patches to keep, their pixels and a picture."""
+"""Tests of the choice of patches of a slide, of their pixels and of the overview picture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TUMOR = {(c, r) for c in range(2, 5) for r in range(2, 5)}
 
 
 def picture():
-    """Ten by eight cells: tissue in the middle, each cell with a grain of its own."""
+    """Return ten by eight cells with tissue in the middle and a distinct grain in each cell."""
     rng = np.random.default_rng(0)
     image = np.full((ROWS * CELL, COLUMNS * CELL, 3), 243, np.uint8)
     for c, r in TISSUE:
@@ -78,7 +78,7 @@ def cells_of(plan, label):
     return {(int(x) // CELL, int(y) // CELL) for x, y in plan.xy_l0[plan.label == CLASSES.index(label)]}
 
 
-def test_a_plan_holds_every_tissue_cell_in_order_and_what_the_slide_says(record):
+def test_a_plan_holds_every_tissue_cell_in_order_and_the_properties_of_the_slide(record):
     plan = plan_slide(record, SPEC)
     assert plan.tumor_fraction.tolist() == plan.label.tolist()
     assert plan.xy_l0.tolist() == sorted(plan.xy_l0.tolist(), key=lambda xy: (xy[1], xy[0]))
@@ -99,7 +99,7 @@ def test_a_plan_holds_every_tissue_cell_in_order_and_what_the_slide_says(record)
         ("weak", False, TISSUE, set()),
     ],
 )
-def test_supervision_decides_what_is_labelled(record, supervision, positive, healthy, tumor):
+def test_supervision_decides_which_patches_are_labelled(record, supervision, positive, healthy, tumor):
     annotation = record.annotation if supervision in {"annotated", "partial"} else None
     changed = replace(record, supervision=supervision, positive=positive, annotation=annotation)
     plan = plan_slide(changed, SPEC)
@@ -107,7 +107,7 @@ def test_supervision_decides_what_is_labelled(record, supervision, positive, hea
     assert np.isnan(plan.tumor_fraction).all() == (supervision == "weak")
 
 
-def test_patches_that_cross_an_outline_are_dropped_or_tumour_by_their_share(drawn):
+def test_patches_across_an_outline_are_dropped_or_tumour_by_their_share(drawn):
     crossed = drawn(outlined(TUMOR, shift=0.75 * CELL))
     plan = plan_slide(crossed, SPEC)
     left = {(2, r) for r in (2, 3, 4)}  # a quarter of these is tumour
@@ -122,7 +122,7 @@ def test_patches_on_outlines_without_a_group_are_left_out(drawn):
     assert cells_of(plan, "healthy") == TISSUE - TUMOR - {(6, 5)}
 
 
-def test_slides_that_cannot_be_planned_say_why_with_their_numbers(record, drawn, tmp_path):
+def test_slides_that_cannot_be_planned_are_refused_with_their_numbers(record, drawn, tmp_path):
     def fails(record, *words, spec=SPEC, error=WsiFlError, **params):
         refused(lambda: plan_slide(record, spec, PlanParams(**params)), *words, error=error)
 
@@ -145,7 +145,7 @@ def test_slides_that_cannot_be_planned_say_why_with_their_numbers(record, drawn,
 
 
 @pytest.mark.parametrize(("threads", "batch", "at_once"), [(1, 7, 1000), (3, 1, 3)])
-def test_patches_come_in_order_with_their_own_pixels(record, monkeypatch, threads, batch, at_once):
+def test_patches_are_read_in_order_with_the_right_pixels(record, monkeypatch, threads, batch, at_once):
     monkeypatch.setattr(reading, "_BATCH", batch)
     monkeypatch.setattr(reading, "_PLAN_PATCHES", at_once)
     xy = plan_slide(record, SPEC).xy_l0

@@ -1,4 +1,4 @@
-"""Patients as units: clipped whole, sampled whole, accounted for by number; and what ε per row is worth to them."""
+"""Tests of patients as privacy units: clipping, sampling, accounting, and the group ε of a run per row."""
 
 import json
 from functools import partial
@@ -61,7 +61,7 @@ def row_gradients(model, x, y):
 
 
 def step(model, x, y, patient, *, clip, divisor, sigma=0.0):
-    """What one step of SGD with learning rate 1 subtracts from the parameters, [d]."""
+    """Return the update of one step of SGD with learning rate 1, [d]."""
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = DPTrainer(model, optimizer, sigma=sigma, clip=clip, batch_size=divisor, unit="patient")
@@ -83,7 +83,7 @@ def test_a_step_sums_the_clipped_mean_gradient_of_every_patient(kind, clip):
     refused(lambda: step(net(), x, y, None, clip=1, divisor=2), "needs the patient of each row", error=WsiFlError)
 
 
-def test_rows_go_through_in_chunks_and_nothing_changes():
+def test_the_chunk_size_does_not_change_a_step():
     x, y, patient = batch([0] * 7 + [1] * 2)
 
     def sums(chunk):
@@ -109,7 +109,7 @@ def test_a_patient_moves_the_model_by_at_most_C_over_B_however_many_rows(n_rows)
 
 
 def test_patients_enter_whole_independently_and_at_their_rate():
-    """23 patients of 1 to 23 rows, B = 5: q = 1/5 for each, whatever it has."""
+    """23 patients of 1 to 23 rows, B = 5: q = 1/5 for each, whatever its number of rows."""
     nobodys = np.array(["a", "", ""])
     refused(lambda: patient_units(nobodys, 4, "S7"), "S7", "2 training rows have no patient")
     names = [f"p{k}" for k in range(23) for _ in range(k + 1)]
@@ -128,7 +128,7 @@ def test_patients_enter_whole_independently_and_at_their_rate():
     assert np.abs(correlation).max() < 6 / np.sqrt(len(drawn))
 
 
-def test_of_many_rows_a_few_are_drawn_anew_in_every_step():
+def test_a_few_of_many_rows_are_drawn_afresh_in_every_step():
     units = patient_units(np.array(["a"] * 50 + ["b"] * 3), 8, "S")
     sampler = CipherStream.from_seed(0)
     drawn = [units.draw_rows(np.array([0, 1]), sampler) for _ in range(200)]
@@ -139,7 +139,7 @@ def test_of_many_rows_a_few_are_drawn_anew_in_every_step():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_coins_change_neither_rate_nor_number_of_steps(seed):
+def test_canary_coins_change_neither_rate_nor_number_of_steps(seed):
     coins = np.random.default_rng(seed).random(9) < 0.5
     for units in (row_units(20), patient_units(np.array(["a", "b"] * 10), 3, "S")):
         planted = units.add_canaries(coins)
@@ -151,7 +151,7 @@ def test_coins_change_neither_rate_nor_number_of_steps(seed):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained_run(tmp_path_factory):
     """Two sites of 6 and 9 training patients."""
     study = make_study(tmp_path_factory.mktemp("patients") / "study", n_sites=2, n_patients=7)
     write_store(study, "S1", n_patients=10, n_per_slide=6)
@@ -160,7 +160,7 @@ def trained(tmp_path_factory):
 
 
 def hand_written_epsilon(sigma, q, steps, delta):
-    """The least ε over whole orders α (Canonne, Kamath and Steinke 2020, proposition 12) of the divergences by
+    """Compute the least ε over whole orders α (Canonne, Kamath and Steinke 2020, proposition 12) of the divergences by
     Mironov, Talwar and Zhang 2019: log Σ_k C(α,k)(1−q)^(α−k) q^k e^{(k²−k)/2σ²} / (α−1)."""
 
     def rdp(order):
@@ -171,8 +171,8 @@ def hand_written_epsilon(sigma, q, steps, delta):
     return min(steps * rdp(a) + log1p(-1 / a) - log(delta * a) / (a - 1) for a in range(2, 65))
 
 
-def test_epsilon_of_patients_is_what_independent_calculations_give(trained):
-    study, _, summary = trained
+def test_epsilon_of_patients_agrees_with_independent_calculations(trained_run):
+    study, _, summary = trained_run
     for row, n_patients in zip(summary["sites"], (6, 9), strict=True):
         assert (row["unit"], row["n_units"]) == ("patient", n_patients)
         steps = -(-n_patients // 2)
@@ -191,8 +191,8 @@ def test_epsilon_of_patients_is_what_independent_calculations_give(trained):
     assert "one patient" in page and "largest patient" not in page
 
 
-def test_a_dry_run_and_a_target_count_patients(trained):
-    study, overrides, summary = trained
+def test_a_dry_run_and_a_target_count_patients(trained_run):
+    study, overrides, summary = trained_run
     rows = dry_run(study, method="proxyfl", overrides=overrides)["sites"]
     for row, done in zip(rows, summary["sites"], strict=True):
         assert all(row[key] == done[key] for key in ("unit", "n_units", "n_train"))
@@ -202,7 +202,7 @@ def test_a_dry_run_and_a_target_count_patients(trained):
         assert 5.8 < row["epsilon"] <= 6 and 1 <= row["batch_size"] <= row["n_units"] < row["n_train"]
 
 
-def test_patients_of_two_sites_with_one_name_are_two(pair):
+def test_patients_of_two_sites_with_the_same_name_are_distinct(pair):
     for site in ("S0", "S1"):
         with edited(pair.store_path(site)) as file:
             file["patient"][:] = [name[2:] for name in file["patient"][:]]
@@ -210,7 +210,7 @@ def test_patients_of_two_sites_with_one_name_are_two(pair):
     assert [row["n_units"] for row in rows] == [6, 6]
 
 
-def test_a_killed_run_goes_on_with_the_same_patients_and_canaries(pair):
+def test_a_killed_run_resumes_with_the_same_patients_and_canaries(pair):
     settings = [PATIENT, "train.rounds=3", "train.batch_size=2", "audit.canaries=12", "privacy.max_rows=4"]
     with interrupted_after(4):
         train(pair, method="proxyfl", overrides=settings, backend="local")
@@ -223,7 +223,7 @@ def test_a_killed_run_goes_on_with_the_same_patients_and_canaries(pair):
         assert row["epsilon"] == pytest.approx(epsilon([plan_mechanism(15, 2, 3, 1.4, 0.7)], 1e-5))
 
 
-def test_units_do_not_add_up(tmp_path):
+def test_a_ledger_never_mixes_privacy_units(tmp_path):
     def account(unit, **terms):
         known = {"site": "C1", "run": f"run {unit}", "terms": PrivacyTerms(1e-5, unit=unit, **terms)}
         return PrivacyLedger(tmp_path / "C1.jsonl", **known)
@@ -245,7 +245,7 @@ def test_a_group_of_one_costs_what_a_row_costs():
         assert group_epsilon([mechanism], 1e-5, 1) == own
 
 
-def test_of_full_batches_a_group_is_a_longer_vector():
+def test_group_epsilon_of_full_batches_is_that_of_a_longer_vector():
     """Without sampling k rows move the sum by k·C: the Gaussian mechanism with σ / k."""
     group, longer = [Mechanism(8.0, 1.0, 1.0, 5)], [Mechanism(2.0, 1.0, 1.0, 5)]
     assert group_epsilon(group, 1e-5, 4) == epsilon(longer, 1e-5)
@@ -254,7 +254,7 @@ def test_of_full_batches_a_group_is_a_longer_vector():
 
 @settings(max_examples=15, deadline=None)
 @given(st.floats(0.8, 5.0), st.floats(0.01, 0.6), st.integers(2, 6), st.floats(1e-6, 1e-3), st.integers(0, 99))
-def test_no_gradients_of_a_group_do_more_than_the_bound(sigma, rate, k, delta, seed):
+def test_no_gradients_of_a_group_exceed_the_bound(sigma, rate, k, delta, seed):
     """One step on a grid in the plane: the exact hockey-stick divergence of k vectors stays below δ at the bound."""
     bound = _mixture_epsilon([Mechanism(sigma, 1.0, rate, 1)], delta, k)
     rng = np.random.default_rng(seed)
@@ -273,7 +273,7 @@ def test_no_gradients_of_a_group_do_more_than_the_bound(sigma, rate, k, delta, s
 
 
 @pytest.mark.slow
-def test_groups_cost_more_the_larger_and_what_says_nothing_is_none_and_said_at_once(monkeypatch):
+def test_group_epsilon_grows_with_the_group_and_is_none_without_a_useful_bound(monkeypatch):
     mechanism = plan_mechanism(2338, 32, 30, 1.4, 0.7)
     values = [group_epsilon([mechanism], 1e-5, k) for k in (1, 2, 5, 20, 60)]
     assert values == sorted(values) and values[1] < _textbook_epsilon([mechanism], 1e-5, 2) < inf
@@ -295,7 +295,7 @@ def test_textbook_bound_keeps_delta():
     assert value > k * epsilon([mechanism], delta)
 
 
-def test_a_run_per_row_says_what_that_is_worth_to_its_largest_patient(tmp_path):
+def test_a_run_per_row_reports_the_guarantee_of_its_largest_patient(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     settings = ["privacy.sigma=3.0", "train.rounds=3", "train.batch_size=8"]
     summary = train(study, method="regular", overrides=settings, backend="local")

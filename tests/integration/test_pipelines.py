@@ -1,4 +1,4 @@
-"""The shipped studies of ProxyFL's section 4: their settings and their first lines."""
+"""Tests of the shipped pipelines: studies of ProxyFL's section 4, their settings and first lines."""
 
 import shlex
 
@@ -20,7 +20,7 @@ def study(tmp_path):
 
 
 def first_line(name):
-    """The options of `partition DATA` and of `train` in the command that begins the pipeline."""
+    """Return the options of `partition DATA` and of `train` in the first command of the pipeline."""
     line = (find_shipped_folder("pipelines") / f"{name}.toml").read_text(encoding="utf-8").splitlines()[0]
     divide, train = (shlex.split(command) for command in line.removeprefix("# ").split("&&"))
     assert (divide[:2], train[:2]) == (["wsi-fl", "partition"], ["wsi-fl", "train"])
@@ -28,7 +28,7 @@ def first_line(name):
 
 
 def write_images(path, n, side, channels, n_classes):
-    """Synthetic images whose brightness tells the class: an npz, or for a path without suffix a folder."""
+    """Write synthetic images whose brightness depends on the class: an npz, or a folder for a path without suffix."""
     rng = np.random.default_rng(0)
     y = np.arange(n) % n_classes
     shape = (n, side, side, channels) if channels > 1 else (n, side, side)
@@ -56,7 +56,7 @@ def flat(options):
         ("kvasir", ("folder", 24, 40, 3, 8), {"--size-px": "32"}),
     ],
 )
-def test_the_first_line_does_the_study_at_a_smaller_scale(study, monkeypatch, name, images, smaller):
+def test_the_first_line_of_a_pipeline_runs_the_study_at_a_smaller_scale(study, monkeypatch, name, images, smaller):
     data = write_images(study.root / images[0], *images[1:])
     divided, trained = first_line(name)
     monkeypatch.chdir(study.root)
@@ -91,6 +91,6 @@ def test_every_shipped_pipeline_names_models_that_exist(study, path):
         (("train.data=mosaics", "privacy.unit=row"), "row"),
     ],
 )
-def test_patients_are_protected_where_slides_or_patients_are_asked_about(study, overrides, unit):
+def test_pipelines_for_slides_or_patients_protect_patients(study, overrides, unit):
     (study.root / "pipelines/mine.toml").write_text("[train]\nrounds = 1\n", encoding="utf-8")
     assert study.load_pipeline("mine", overrides).privacy.unit == unit

@@ -1,4 +1,4 @@
-"""`predict`: the same probabilities as `evaluate`, outlines that are where the tumour is, files that QuPath opens."""
+"""Tests of `predict`: agreement with `evaluate`, outlines of tumour, and files for QuPath."""
 
 import csv
 import json
@@ -43,7 +43,7 @@ TRAINING = [
 
 @cache
 def trained_on(archive, root):
-    """A study with a run; it is made once for all tests of predictions, to be read alone."""
+    """Make a read-only study with a run, once for all tests of predictions."""
     study = Study(root)
     init_study(study.root, archive=archive)
     tile_slides(study, site=None, overrides=SETTINGS)
@@ -65,8 +65,8 @@ def predicted(trained):
 
 
 @pytest.fixture
-def copied(trained, tmp_path):
-    """A study of one's own to break; its run, and the slides."""
+def study_copy(trained, tmp_path):
+    """A copy of the study for a test to break, its run and the slides."""
     study, run, slides = trained
     shutil.copytree(study.root, tmp_path / "copy")
     return Study(tmp_path / "copy"), run, slides
@@ -103,7 +103,7 @@ def test_probabilities_equal_those_of_evaluate_on_the_same_patches(trained, pred
     assert len(ours) > len(theirs)
 
 
-def test_document_names_files_that_agree_with_each_other(trained, predicted):
+def test_the_document_names_files_that_agree_with_each_other(trained, predicted):
     study, run, slides = trained
     assert set(predicted) == {"run", "site", "model", "slides", "failed", "table", "seconds"}
     assert (predicted["run"], predicted["site"], predicted["failed"]) == (run, "C1", [])
@@ -123,7 +123,7 @@ def test_document_names_files_that_agree_with_each_other(trained, predicted):
         assert Image.open(study.root / row["heatmap"]).format == "PNG"
 
 
-def test_one_table_has_a_row_for_every_slide_of_a_folder_also_of_calls_before(trained, tmp_path):
+def test_one_table_has_a_row_for_every_slide_of_a_folder_over_several_calls(trained, tmp_path):
     study, run, slides = trained
     for path in slides[:2]:
         document = predict(study, run, site="C1", slides=[path], out=tmp_path)
@@ -147,7 +147,7 @@ def test_progress_never_goes_back(trained, tmp_path):
     assert shares == sorted(shares) and shares[-1] == 1
 
 
-def test_a_slide_without_a_resolution_is_predicted_with_the_one_that_is_said(trained, predicted, tmp_path):
+def test_a_slide_without_a_resolution_is_predicted_with_the_given_one(trained, predicted, tmp_path):
     study, run, slides = trained
     with Slide(slides[0]) as slide:
         picture = slide.thumbnail(max(slide.size_l0))[0]
@@ -160,8 +160,8 @@ def test_a_slide_without_a_resolution_is_predicted_with_the_one_that_is_said(tra
     assert row["patches"] == predicted["slides"][0]["patches"]
 
 
-def test_a_hospital_needs_its_run_and_the_slide_alone_and_the_stores_own_tiling_counts(copied, predicted, trained):
-    study, run, slides = copied
+def test_predict_needs_only_the_run_and_the_slide_and_uses_the_tiling_of_the_store(study_copy, predicted, trained):
+    study, run, slides = study_copy
     shutil.rmtree(study.root / "stores")
     shutil.rmtree(study.root / run / "sites" / "C2")
     site_file(study, "C2").write_text("what another hospital says is never read")
@@ -173,8 +173,8 @@ def test_a_hospital_needs_its_run_and_the_slide_alone_and_the_stores_own_tiling_
 
 
 @pytest.mark.parametrize("fact", [{"channels": 1}, {"spec": {"size_px": 64, "mpp": 0.0, "stride_px": 64}}])
-def test_a_run_that_learned_from_images_predicts_no_slides(copied, fact):
-    study, run, slides = copied
+def test_a_run_trained_on_images_predicts_no_slides(study_copy, fact):
+    study, run, slides = study_copy
     known = study.root / run / "sites/C1/store.json"
     facts = json.loads(known.read_text()) | fact
     write_sealed(known, facts)  # it really learned from them
@@ -227,7 +227,7 @@ def test_geojson_has_the_structure_that_qupath_documents(tmp_path):
     assert names == ["Tumor" if above else "Healthy" for above in found.is_above]
 
 
-def test_of_three_classes_each_has_regions_and_scores_of_its_own():
+def test_each_of_three_classes_has_separate_regions_and_scores():
     p = [[0.8, 0.1, 0.1], [0.1, 0.7, 0.2], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4]]
     boxes = [[k * 10, 0, k * 10 + 10, 10] for k in range(4)]
     found = heat(p, boxes, ("a", "b", "c"))
@@ -241,7 +241,7 @@ def test_of_three_classes_each_has_regions_and_scores_of_its_own():
     assert titles == ["B", "A", "A", "B", "B", "C"]
 
 
-def test_two_ranks_share_the_slides_and_say_the_same(predicted, trained, tmp_path, as_ranks):
+def test_two_ranks_share_the_slides_and_predict_the_same(predicted, trained, tmp_path, as_ranks):
     study, run, (*slides, _, _) = trained
     out = tmp_path / "out"
     document, nothing = as_ranks(2, lambda: predict(study, run, site="C1", slides=slides, out=out))
@@ -260,7 +260,7 @@ def blank(tmp_path):
     return path
 
 
-def test_a_slide_that_fails_is_named_and_the_others_go_on(trained, blank, tmp_path, wsi_fl):
+def test_a_failed_slide_is_named_and_the_others_are_predicted(trained, blank, tmp_path, wsi_fl):
     study, run, slides = trained
     arguments = ["predict", run, "--site", "C1", "--json", "--out", tmp_path / "out", "--slide", blank]
     some = wsi_fl(*arguments, "--slide", slides[0], "--slide", tmp_path / "gone.tif", cwd=study.root)
@@ -279,7 +279,7 @@ def test_a_slide_that_fails_is_named_and_the_others_go_on(trained, blank, tmp_pa
     assert errors == ["wsi-fl: error: no slide could be predicted; see above"]
 
 
-def test_who_answers_can_be_set_anew_and_nothing_else(trained, tmp_path):
+def test_only_the_prediction_model_can_be_changed_for_a_finished_run(trained, tmp_path):
     study, run, slides = trained
     where = {"site": "C1", "slides": slides[:1], "out": tmp_path}
     (row,) = predict(study, run, **where, overrides=["predict.model=private"])["slides"]
@@ -288,8 +288,8 @@ def test_who_answers_can_be_set_anew_and_nothing_else(trained, tmp_path):
     refused(lambda: predict(study, run, **where, overrides=["predict.modle=mean"]), "did you mean 'model'")
 
 
-def test_bad_input_ends_in_one_line(copied, tmp_path):
-    study, run, slides = copied
+def test_bad_input_is_refused_in_one_line(study_copy, tmp_path):
+    study, run, slides = study_copy
 
     def refuses(*words, site="C1", run=run, slides=slides[:1], error=WsiFlError):
         refused(lambda: predict(study, run, site=site, slides=slides), *words, error=error)
@@ -311,8 +311,8 @@ def test_bad_input_ends_in_one_line(copied, tmp_path):
     refuses("does not fit cnn1", "sites/C1.toml")
 
 
-def test_a_table_of_patches_has_all_digits_of_what_is_said(tmp_path):
-    """A model that is sure of a class says numbers that six decimals would make one."""
+def test_a_table_of_patches_has_all_digits_of_the_probabilities(tmp_path):
+    """Six decimals would round the probabilities of a confident model to one."""
     said = {"p_tumor": np.array([1e-9, 2e-9, 1 - 1e-9, 1.0, 1 / 3]), "burden": np.arange(5) / 7 * 1e9}
     write_patch_table(tmp_path / "patches.csv", np.zeros((5, 2), np.int64), 512.0, said)
     rows = list(csv.DictReader((tmp_path / "patches.csv").open()))

@@ -1,4 +1,4 @@
-"""`[target]`: any column of a hospital's own table as classes, a number, or survival; per slide or per patient."""
+"""Tests of `[target]`: a column of a table as classes, number or survival, per slide or per patient."""
 
 import csv
 import json
@@ -78,7 +78,7 @@ def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient
 
 
 def test_curves_are_kaplan_meier_estimates():
-    """Of whole months, as tables have them: each event takes its share of those at risk."""
+    """Times are whole months, as in tables: each event removes its share of those at risk."""
     truth = np.array([[1.0, 1], [1.0, 1], [2.0, 1], [2.0, 1], [4.0, 1], [9.0, 0], [9.0, 0], [9.0, 0]])
     curve = dict(zip(*(values.tolist() for values in kaplan_meier(truth)), strict=True))
     assert [curve[end] for end in ENDS] == pytest.approx([6 / 8, 4 / 8, 3 / 8])
@@ -113,7 +113,7 @@ def test_a_number_stays_within_the_range_that_was_agreed_on():
 
 
 def concordance(risk, truth):
-    """Harrell's by scikit-survival; None where no pair's order is known."""
+    """Compute Harrell's concordance by scikit-survival; None where no pair's order is known."""
     time, seen = truth[:, 0], truth[:, 1] > 0.5
     if not any(((time > t) | (~seen & (time == t))).any() for t in time[seen]):
         return None
@@ -121,7 +121,8 @@ def concordance(risk, truth):
 
 
 def integrated_brier(said, truth, ends):
-    """By scikit-survival, over the ends within what was observed; None where there are fewer than two, or no events."""
+    """Compute the integrated Brier score by scikit-survival over the observed interval ends; None for fewer than two
+    ends or no events."""
     known = np.array([(bool(e), t) for t, e in truth], [("event", bool), ("time", float)])
     within = [k for k, end in enumerate(ends) if truth[:, 0].min() <= end < truth[:, 0].max()]
     if len(within) < 2 or not known["event"].any():
@@ -189,12 +190,12 @@ def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
         ({"time": "t", "event": "e", "intervals": [2.0, 1.0]}, "the ends must rise"),
     ],
 )
-def test_what_is_no_question_is_refused(target, said):
+def test_an_invalid_target_is_refused(target, said):
     refused(lambda: build_task(TargetSettings(**target)), said)
 
 
 def write_site(study, site, seed):
-    """Two slides of every patient; the mean of feature 0 over a slide's patches is the tumour's share of it."""
+    """Write two slides of every patient; the mean of feature 0 over a slide's patches is its share of tumour."""
     rng = np.random.default_rng(seed)
     burden = rng.uniform(0, 1, N)
     bags, who = [], []
@@ -256,25 +257,28 @@ def trained(study, *overrides, method="regular"):
 
 
 @pytest.fixture(scope="module")
-def survived(tmp_path_factory):
+def survival_run(tmp_path_factory):
     study = make(tmp_path_factory.mktemp("questions") / "study")
     run = trained(study, *LONG, method="proxyfl")
     return study, run, evaluate(study, run)
 
 
-def opened(study, *overrides):
+def open_target_data(study, *overrides):
     return open_data(study, "S0", study.load_pipeline("q", list(overrides)))
 
 
 def edit(study, **changes):
-    """Write the first line of S0's table anew."""
+    """Rewrite the first line of S0's table."""
     path = study.root / "S0.csv"
     rows = list(csv.DictReader(path.open()))
     write_table(path, [rows[0] | changes, *rows[1:]])
 
 
-def test_a_patient_is_one_bag_of_all_slides_and_a_slide_is_one_otherwise(study):
-    with opened(study, *NUMBER) as slides, opened(study, *NUMBER, 'target.per="patient"') as patients:
+def test_a_bag_holds_all_slides_of_a_patient_or_a_single_slide(study):
+    with (
+        open_target_data(study, *NUMBER) as slides,
+        open_target_data(study, *NUMBER, 'target.per="patient"') as patients,
+    ):
         assert (len(slides.table), len(patients.table)) == (2 * N, N)
         assert patients.table.slide.tolist() == patients.table.patient.tolist()
         one = patients.load_examples("train")
@@ -283,12 +287,12 @@ def test_a_patient_is_one_bag_of_all_slides_and_a_slide_is_one_otherwise(study):
         bags = np.concatenate([slides.store.read_bag(int(row)).features for row in rows])
         np.testing.assert_array_equal(whole[:, :-1], bags)
         assert whole[:, -1].all() and one.task == NumberTask(0, 1) and one.label.dtype == np.float64
-    with opened(study, *SURVIVAL) as survival:
+    with open_target_data(study, *SURVIVAL) as survival:
         assert len(survival.table) == N and survival.table.label.shape == (N, 2)
 
 
-def test_survival_is_learned_measured_and_drawn(survived):
-    study, run, document = survived
+def test_survival_is_trained_evaluated_and_plotted(survival_run):
+    study, run, document = survival_run
     assert (document["task"], document["scores"]) == ("survival", ["concordance", "integrated_brier"])
     assert document["merged"]["concordance"]["mean"] > 0.7
     for row in document["sites"]:
@@ -306,8 +310,8 @@ def test_survival_is_learned_measured_and_drawn(survived):
 
 
 @pytest.mark.slow
-def test_methods_that_answer_the_same_question_are_compared_by_its_scores(survived):
-    study, run, _ = survived
+def test_methods_with_the_same_target_are_compared_by_its_scores(survival_run):
+    study, run, _ = survival_run
     document = compare_methods(study, [run, trained(study, *LONG)])
     worth, rows = document["benefit"], {row["label"]: row for row in document["rows"]}
     assert document["scores"] == ["concordance", "integrated_brier"] and worth["measure"] == "concordance"
@@ -318,15 +322,15 @@ def test_methods_that_answer_the_same_question_are_compared_by_its_scores(surviv
     assert "own_concordance_mean" in (study.root / document["table"]).read_text().splitlines()[0]
 
 
-def test_runs_that_answer_other_questions_are_not_compared(survived):
-    study, run, _ = survived
+def test_runs_with_different_targets_are_not_compared(survival_run):
+    study, run, _ = survival_run
     other = trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = (f"{other}: has another target (column 'burden'", f"than {run} (time until 'dead'")
     refused(lambda: compare_methods(study, [run, other]), *said)
 
 
-def test_a_slide_is_predicted_with_the_chance_of_being_without_the_event(survived):
-    study, run, _ = survived
+def test_a_slide_is_predicted_with_its_event_free_probability(survival_run):
+    study, run, _ = survival_run
     (row,) = predict(study, run, site="S0", slides=[Path("S0_3_1")])["slides"]
     chances = list(row["without_event"].values())
     assert list(row["without_event"]) == ["6", "12", "24", "36"] and chances == sorted(chances, reverse=True)
@@ -336,14 +340,14 @@ def test_a_slide_is_predicted_with_the_chance_of_being_without_the_event(survive
     assert len(patches) == row["patches"] and 0 <= float(patches[0]["without_event_36"]) <= 1
 
 
-def test_a_number_is_learned(study):
+def test_a_numeric_target_is_trained(study):
     run = trained(study, *NUMBER, OPEN, "train.rounds=8")
     merged = evaluate(study, run)["merged"]
     assert merged["r2"]["mean"] > 0.5 and merged["mae"]["mean"] < 0.2
     assert "Each dot is a test" in write_report(study, run).read_text()
 
 
-def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_is_among_it(study, capsys):
+def test_the_best_model_on_validation_rows_predicts_a_number_and_the_local_one_is_a_candidate(study, capsys):
     for more, n in ((["train.val_fraction=0.3"], 1), ([], 0)):
         run = trained(study, *NUMBER, OPEN, "train.rounds=2", *more, method="proxyfl")
         said = " ".join(capsys.readouterr().err.split())  # before anything is spent
@@ -356,7 +360,7 @@ def test_what_does_best_on_validation_rows_answers_a_number_and_the_lone_model_i
             assert row["model"] == choice["model"] and "local" in row["models"] and "ensemble" not in row["models"]
 
 
-def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):
+def test_survival_trains_with_differential_privacy_at_the_epsilon_of_classes(study):
     spent = []
     for target in (SURVIVAL, (*GRADE, 'target.per="patient"')):
         dp = ["privacy.unit=patient", "privacy.insecure_seed=1", "train.rounds=1"]
@@ -379,26 +383,26 @@ def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_co
         (GRADE, {"patient": "P1", "grade": "low"}, "patient P1 has another value"),
     ],
 )
-def test_a_table_that_does_not_answer_is_refused_in_one_line(study, target, change, said):
+def test_a_table_without_the_target_is_refused_in_one_line(study, target, change, said):
     if change.get("patient"):
         rows = list(csv.DictReader((study.root / "S0.csv").open()))
         change["grade"] = {"low": "high", "high": "low"}[rows[1]["grade"]]
     edit(study, **change)
-    refused(lambda: opened(study, *target), said)
+    refused(lambda: open_target_data(study, *target), said)
 
 
 @pytest.mark.parametrize("word", ["nan", "NA", "N/A", "None", "null", "-", "<NA>"])
 @pytest.mark.parametrize(("target", "column"), [(NUMBER, "burden"), (GRADE, "grade"), (SURVIVAL, "months")])
-def test_what_means_nothing_is_no_answer(study, target, column, word):
+def test_placeholder_values_are_no_labels(study, target, column, word):
     edit(study, **{column: word})
-    with opened(study, *target) as data:
+    with open_target_data(study, *target) as data:
         assert set(data.target_labels.excluded) <= {"S0_0_0", "S0_0_1"} and data.target_labels.excluded
 
 
-def test_a_value_that_means_nothing_elsewhere_is_a_class_where_it_is_named(study):
+def test_a_placeholder_value_is_a_class_where_the_target_names_it(study):
     path = study.root / "S0.csv"
     path.write_text(path.read_text().replace(",low,", ",-,").replace(",high,", ",+,"))
-    with opened(study, 'target.column="grade"', 'target.classes=["-", "+"]') as data:
+    with open_target_data(study, 'target.column="grade"', 'target.classes=["-", "+"]') as data:
         assert len(data.table) == 2 * N and data.target_labels.excluded == ()
 
 
@@ -411,51 +415,51 @@ def test_a_value_that_means_nothing_elsewhere_is_a_class_where_it_is_named(study
         (lambda row: row | {"burden": "NA"}, "none of its lines has a value"),
     ],
 )
-def test_a_table_that_answers_for_nobody_says_why_with_names_of_both(study, change, said):
+def test_a_table_that_matches_no_patient_is_refused_with_names_of_both(study, change, said):
     path = study.root / "S0.csv"
     write_table(path, [change(row) for row in csv.DictReader(path.open())])
-    refused(lambda: opened(study, *NUMBER), "has a label for [target] for none of the 48 slides", said)
+    refused(lambda: open_target_data(study, *NUMBER), "has a label for [target] for none of the 48 slides", said)
 
 
-def test_patients_classes_and_columns_meet_however_they_are_composed(study):
+def test_patients_classes_and_columns_match_in_any_unicode_form(study):
     path = study.root / "S0.csv"
     text = path.read_text().replace("grade", "Größe").replace(",low,", ",süß,").replace(",high,", ",säuer,")
     path.write_text(normalize("NFD", text), encoding="utf-8")
     named = [normalize(form, text) for form, text in (("NFC", 'target.column="Größe"'), ("NFD", '["süß", "säuer"]'))]
-    with opened(study, named[0], f"target.classes={named[1]}") as data:
+    with open_target_data(study, named[0], f"target.classes={named[1]}") as data:
         assert len(data.table) == 2 * N and set(data.table.label.tolist()) == {0, 1}
 
 
-def test_the_value_that_a_refusal_names_is_taken_in_either_place_that_it_proposes(study):
+def test_the_value_that_a_refusal_names_is_accepted_in_both_proposed_places(study):
     edit(study, grade="Low")
-    refused(lambda: opened(study, *GRADE), "add it there, or to target.ignore")
-    with opened(study, *GRADE, 'target.ignore=["Low"]') as data:
+    refused(lambda: open_target_data(study, *GRADE), "add it there, or to target.ignore")
+    with open_target_data(study, *GRADE, 'target.ignore=["Low"]') as data:
         assert len(data.table) == 2 * N - 2
-    with opened(study, *GRADE, 'target.classes=["low", "high", "Low"]') as data:
+    with open_target_data(study, *GRADE, 'target.classes=["low", "high", "Low"]') as data:
         assert len(data.table) == 2 * N
 
 
-def test_a_decimal_comma_is_refused_with_what_to_write(study):
+def test_a_decimal_comma_is_refused_with_its_correction(study):
     edit(study, burden="0,25")
-    refused(lambda: opened(study, *NUMBER), "burden = '0,25' is no number; write 0.25")
+    refused(lambda: open_target_data(study, *NUMBER), "burden = '0,25' is no number; write 0.25")
     edit(study, burden="0.25")
-    with opened(study, *NUMBER) as data:
+    with open_target_data(study, *NUMBER) as data:
         assert data.table.label[0] == 0.25
 
 
-def test_slides_without_an_answer_are_left_out_and_named(study, capsys):
+def test_slides_without_a_label_are_excluded_and_named(study, capsys):
     edit(study, burden="")
-    with opened(study, *NUMBER) as data:
+    with open_target_data(study, *NUMBER) as data:
         assert len(data.table) == 2 * N - 2 and data.target_labels.excluded == ("S0_0_0", "S0_0_1")
-    with opened(study, *GRADE, 'target.ignore=["none"]') as data:
+    with open_target_data(study, *GRADE, 'target.ignore=["none"]') as data:
         assert len(data.table) == 2 * N
     trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = " ".join(capsys.readouterr().err.split())
     assert "site S0: 2 of 48 slides have no label in S0.csv and are left out: S0_0_0, S0_0_1" in said
 
 
-def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):
-    study, run = Study(shutil.copytree(survived[0].root, tmp_path / "study")), survived[1]
+def test_a_real_hospitals_page_shows_no_single_patient(survival_run, tmp_path):
+    study, run = Study(shutil.copytree(survival_run[0].root, tmp_path / "study")), survival_run[1]
     make_real(study, "S0", says="real = true")
     for pictures, shown in ((False, 1), (True, 2)):
         page = write_report(study, run, pictures=pictures).read_text()
@@ -472,13 +476,13 @@ def test_a_real_hospitals_page_shows_no_single_patient(survived, tmp_path):
         ("predict.model=ensemble", "excludes predict.model = ensemble: it works with classes alone"),
     ],
 )
-def test_what_works_with_classes_alone_is_refused_for_other_questions(study, override, said):
+def test_settings_for_classes_only_are_refused_for_other_targets(study, override, said):
     refused(lambda: trained(study, *SURVIVAL, OPEN, override, method="proxyfl"), said)
 
 
 @pytest.mark.parametrize("n_classes", [3, 5])
-def test_hospitals_that_share_scores_are_told_those_of_any_number_of_classes(study, monkeypatch, n_classes):
-    """Both accuracies follow from the counts; no bins tell of an AUROC, which no page has."""
+def test_cross_site_scores_cover_any_number_of_classes(study, monkeypatch, n_classes):
+    """Both accuracies follow from the counts; an AUROC does not, and no page shows one."""
     monkeypatch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
     make_real(study, says=f'{REAL}\nallow = ["scores"]')
     names = [f"g{k}" for k in range(n_classes)]
@@ -531,10 +535,10 @@ def test_an_event_at_the_end_of_an_interval_is_before_it_whatever_the_unit(unit,
 
 def test_times_and_numbers_of_a_table_reach_the_score_with_all_their_digits(study):
     edit(study, months="1.1", burden="20240115.123456")
-    with opened(study, *SURVIVAL[:2], "target.intervals=[0.1, 1.1, 365.2501, 365.2502]") as data:
+    with open_target_data(study, *SURVIVAL[:2], "target.intervals=[0.1, 1.1, 365.2501, 365.2502]") as data:
         assert data.table.label.dtype == np.float64 and 1.1 in data.table.label[:, 0]
         assert len(set(data.classes)) == 4  # a column of predictions.csv each
-    with opened(study, NUMBER[0], "target.range=[0, 30000000]") as data:
+    with open_target_data(study, NUMBER[0], "target.range=[0, 30000000]") as data:
         assert 20240115.123456 in data.table.label
     seconds = NumberTask(1.7e9, 1.7e9 + 1000)
     outputs, truth = torch.tensor([[0.5], [-1.0]]), torch.tensor([1.7e9 + 750, 1.7e9], dtype=torch.float64)
@@ -543,7 +547,7 @@ def test_times_and_numbers_of_a_table_reach_the_score_with_all_their_digits(stud
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int64])
-def test_what_single_precision_holds_is_learned_as_before_to_the_last_bit(kind):
+def test_values_that_single_precision_holds_are_trained_bit_for_bit_as_before(kind):
     """Numbers of a range that begins at a whole number."""
     task, rng = NumberTask(-3.0, 50.0), np.random.default_rng(0)
     truth = (rng.random(200) * 50).astype(kind).astype(np.float64)
@@ -563,8 +567,8 @@ def test_what_single_precision_holds_is_learned_as_before_to_the_last_bit(kind):
         (SURVIVAL, {"months": "-3"}),
     ],
 )
-def test_a_real_site_sets_aside_what_nobody_agreed_on_and_is_counted_as_before(study, target, change):
-    """Whether it fails would tell others that the value occurs, and so would n; its own log names line and value."""
+def test_a_real_site_excludes_unexpected_values_and_its_disclosed_n_is_unchanged(study, target, change):
+    """A failure or a changed n would disclose the value to others; the local log names line and value."""
 
     def seen():
         with open_data(study, "S0", study.load_pipeline("q", target)) as data:

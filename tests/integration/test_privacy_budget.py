@@ -1,4 +1,4 @@
-"""The budget of a real hospital: no setting, folder, backup or name talks it round."""
+"""Tests of the budget of a real hospital against edited settings, moved folders, backups and renamed runs."""
 
 import json
 import os
@@ -42,14 +42,14 @@ def run(study, *overrides, method="proxyfl"):
     return trained(study, method, "train.rounds=2", "privacy.sigma=4", *overrides)
 
 
-def begun(study, rounds, *overrides, **given):
-    """The folder of a run that was interrupted in a round."""
+def interrupt_run(study, rounds, *overrides, **given):
+    """Interrupt a run in a round and return its folder."""
     with interrupted_after(rounds):
         run(study, *overrides, **given)
     return next(study.runs_path.glob("0*"))
 
 
-def go_on(study, path):
+def resume_path(study, path):
     return resume_run(study, path.name, backend="local")
 
 
@@ -66,14 +66,14 @@ def ledger_at(path, run="one", delta=1e-5, **terms):
     return PrivacyLedger(path, site="C1", run=run, terms=PrivacyTerms(delta=delta, **terms))
 
 
-def released(ledger, vector=VECTOR, round_=1, mechanism=ROUND):
+def release_round(ledger, vector=VECTOR, round_=1, mechanism=ROUND):
     return ledger.release(round_, vector, schema="ab" * 32, mechanism=mechanism, content="model")
 
 
 LATER = "ledger has later rounds"
 
 
-def test_a_larger_delta_does_not_make_what_was_spent_cheaper(hospital):
+def test_a_larger_delta_does_not_make_past_releases_cheaper(hospital):
     spent = row(run(hospital))["lifetime_epsilon"]
     again = row(run(hospital, "privacy.delta=0.01"))
     assert again["delta"] == 1e-5  # the hospital's own
@@ -92,17 +92,17 @@ def test_the_whole_past_is_priced_at_the_smallest_delta(tmp_path):
         ledger_at(path, run="three", delta=1e-5, lifetime=True, max_epsilon=9.0)
 
 
-def test_a_real_hospital_never_gives_one_record_away_whole(hospital, tmp_path):
+def test_a_real_hospital_refuses_a_delta_that_allows_publishing_a_row(hospital, tmp_path):
     rewrite(hospital, "1e-5", "0.03")
     refused(lambda: run(hospital), "site S0: delta = 0.03 would allow publishing one of 36 rows", "below 0.028")
     ledger = ledger_at(tmp_path / "C1.jsonl", delta=0.01, lifetime=True, max_epsilon=9.0)
     refused(lambda: ledger.record(1, planned(100, 10, delta=0.01)), "one of 100 rows", "below 0.01")
 
 
-def test_a_round_that_was_sent_again_is_never_trained_anew(tmp_path):
+def test_a_round_that_was_sent_again_is_never_retrained(tmp_path):
     path = tmp_path / "C1.jsonl"
     ledger = ledger_at(path)
-    released(ledger, round_=2)
+    release_round(ledger, round_=2)
     # killed between checkpoint and `sending`: the resumed run sends the same bytes
     ledger_at(path).release_again(2, VECTOR, schema="ab" * 32)
     with pytest.raises(WsiFlError, match="was sent already and is not trained again"):
@@ -113,13 +113,13 @@ def test_a_round_that_was_sent_again_is_never_trained_anew(tmp_path):
 def test_only_the_last_version_of_a_round_can_be_sent_again(tmp_path):
     ledger = ledger_at(tmp_path / "C1.jsonl")
     for vector in (VECTOR, VECTOR + 1):  # redone before it was sent: one charge
-        released(ledger, vector)
+        release_round(ledger, vector)
     with pytest.raises(WsiFlError, match="did not release these bytes"):
         ledger.release_again(1, VECTOR, schema="ab" * 32)
     assert ledger.release_again(1, VECTOR + 1, schema="ab" * 32).round == 1
 
 
-def test_a_run_killed_before_it_sent_and_put_back_to_before_cannot_go_on(tmp_path):
+def test_a_run_killed_before_sending_and_restored_to_an_earlier_state_cannot_resume(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     with dying(PrivacyLedger, "record_transmission", 3):  # of round 2, after its checkpoint
         run(study, "train.rounds=4")
@@ -127,15 +127,15 @@ def test_a_run_killed_before_it_sent_and_put_back_to_before_cannot_go_on(tmp_pat
     kept = path / "sites" / "S0" / "state"
     shutil.copytree(kept, tmp_path / "backup")
     with interrupted_after(3):  # round 2 has been sent again
-        go_on(study, path)
+        resume_path(study, path)
     shutil.rmtree(kept)
     shutil.copytree(tmp_path / "backup", kept)
     (kept / "round_00002.safetensors").unlink()
-    refused(lambda: go_on(study, path), LATER, error=WsiFlError)
+    refused(lambda: resume_path(study, path), LATER, error=WsiFlError)
 
 
-def test_settings_of_a_run_that_were_edited_are_refused(hospital):
-    path = begun(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
+def test_edited_settings_of_a_run_are_refused(hospital):
+    path = interrupt_run(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
     config = path / "config.toml"
     before, manifest = config.read_text(), json.loads((path / "manifest.json").read_text())
     for said, other, words in (
@@ -143,13 +143,13 @@ def test_settings_of_a_run_that_were_edited_are_refused(hospital):
         ("canaries = 0", "canaries = 30", "n was"),
     ):
         config.write_text(before.replace(said, other))
-        refused(lambda: go_on(hospital, path), "changed since the run began")
+        refused(lambda: resume_path(hospital, path), "changed since the run began")
         digest = sha256(config.read_bytes()).hexdigest()
         write_sealed(path / "manifest.json", manifest | {"config_sha256": digest})
-        refused(lambda: go_on(hospital, path), "privacy plan of this run was changed", words)
+        refused(lambda: resume_path(hospital, path), "privacy plan of this run was changed", words)
         write_sealed(path / "manifest.json", manifest)
     config.write_text(before)
-    assert row(go_on(hospital, path))["epsilon"] <= 2.0
+    assert row(resume_path(hospital, path))["epsilon"] <= 2.0
 
 
 OTHER = {
@@ -170,7 +170,7 @@ def test_a_round_that_differs_from_its_plan_in_one_field_is_refused(field):
 
 
 @pytest.mark.parametrize("what", ["sigma", "clip", "batch_size"])
-def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
+def test_a_modified_trainer_takes_no_step(hospital, monkeypatch, what):
     learners = build_sites._learner_factory
 
     def changed(*args):
@@ -190,21 +190,21 @@ def test_a_real_hospital_without_a_budget_spends_nothing(hospital, missing):
     assert not hospital.ledger_path("S0").exists()
 
 
-def test_a_little_noise_is_no_privacy(tmp_path):
+def test_a_real_hospital_refuses_too_little_noise(tmp_path):
     loud = replace(ROUND, sigma=0.01)
     ledger = ledger_at(tmp_path / "C1.jsonl", lifetime=True, max_epsilon=1e9, guarantee="guaranteed")
     with pytest.raises(WsiFlError, match=r'without differential privacy.*allow = \["model"\]'):
-        released(ledger, mechanism=loud)
+        release_round(ledger, mechanism=loud)
     simulated = ledger_at(tmp_path / "S.jsonl", allow=("model",), guarantee="guaranteed")
-    released(simulated, mechanism=loud)
+    release_round(simulated, mechanism=loud)
     assert (simulated.epsilon(), simulated.guarantee()) == (None, "none")
 
 
-def test_over_a_lifetime_the_weakest_promise_counts(tmp_path):
+def test_the_weakest_guarantee_counts_over_a_lifetime(tmp_path):
     terms = {"lifetime": True, "max_epsilon": 9.0, "allow": ("model",)}
     path, worth = tmp_path / "C1.jsonl", []
     for run, more in (("a", {"guarantee": "guaranteed"}), ("b", {"guarantee": "nominal"}), ("c", {"insecure": True})):
-        released(ledger_at(path, run=run, **terms, **more))
+        release_round(ledger_at(path, run=run, **terms, **more))
         strict = ledger_at(path, run="d", guarantee="guaranteed", **terms)
         worth.append((strict.guarantee(lifetime=True), strict.epsilon(lifetime=True) is None))
     assert worth == [("guaranteed", False), ("nominal", False), ("none", True)]
@@ -227,7 +227,7 @@ DAMAGE = {
 }
 
 
-def test_a_ledger_that_is_not_the_newest_is_refused_by_runs_and_by_heads_alone(hospital):
+def test_an_outdated_ledger_is_refused_by_runs_and_by_ledger_heads_on_their_own(hospital):
     run(hospital)
     path = hospital.ledger_path("S0")
     whole = path.read_text()
@@ -241,7 +241,7 @@ def test_a_ledger_that_is_not_the_newest_is_refused_by_runs_and_by_heads_alone(h
     run(hospital)
 
 
-def test_runs_know_what_was_spent_where_heads_are_lost(hospital):
+def test_runs_prove_the_spent_budget_where_ledger_heads_are_lost(hospital):
     run(hospital)
     for place in (hospital.root, Path(os.environ["XDG_STATE_HOME"])):
         for head in place.rglob("*.head.json"):
@@ -260,7 +260,7 @@ def test_two_studies_that_name_one_ledger_share_one_budget(tmp_path):
     refused(lambda: run(a, "train.rounds=30", "privacy.sigma=0.5"), "max_epsilon = 3 is enough for 0 of 30")
 
 
-def test_a_ledger_that_is_named_later_must_be_the_one_that_there_is(hospital, tmp_path):
+def test_a_ledger_named_later_must_be_the_existing_one(hospital, tmp_path):
     run(hospital)
     rewrite(hospital, HOSPITAL, f'{HOSPITAL}\nledger = "{tmp_path}/elsewhere.jsonl"')
     refused(lambda: run(hospital), "elsewhere.jsonl is missing")
@@ -280,7 +280,7 @@ def test_a_real_hospital_does_not_become_a_simulated_one_nor_without_its_ledger(
     refused(lambda: run(hospital), "belongs to a real hospital's ledger", "real = true", error=WsiFlError)
 
 
-def test_a_ledger_counts_for_one_unit(tmp_path):
+def test_a_ledger_counts_for_one_privacy_unit(tmp_path):
     given = {"lifetime": True, "max_epsilon": 9.0}
     ledger_at(tmp_path / "C1.jsonl", unit="patient", **given).record(1, ROUND)
     words = "counts ε per patient, this run per row"
@@ -288,7 +288,7 @@ def test_a_ledger_counts_for_one_unit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_simulated_pilot_binds_no_hospital_to_its_unit(hospital):
+def test_a_simulated_pilot_binds_no_hospital_to_its_privacy_unit(hospital):
     rewrite(hospital, "real = true", "real = false")
     per_row = row(run(hospital))["epsilon"]
     rewrite(hospital, "real = false", "real = true")
@@ -298,7 +298,7 @@ def test_a_simulated_pilot_binds_no_hospital_to_its_unit(hospital):
     assert 0 < per_row < first["epsilon"]
 
 
-def test_what_a_site_did_before_it_was_real_counts_as_long_as_the_unit_is_the_same(hospital):
+def test_releases_of_a_site_before_it_was_real_count_for_the_same_privacy_unit(hospital):
     rewrite(hospital, "real = true", "real = false")
     pilot = row(run(hospital, "privacy.sigma=8"))["epsilon"]
     rewrite(hospital, "real = false", "real = true")
@@ -306,7 +306,7 @@ def test_what_a_site_did_before_it_was_real_counts_as_long_as_the_unit_is_the_sa
     assert now["lifetime_epsilon"] > now["epsilon"] == pytest.approx(pilot)
 
 
-def test_a_copy_of_a_study_from_before_spends_nothing_in_its_place_or_elsewhere(hospital, tmp_path):
+def test_an_outdated_copy_of_a_study_spends_nothing_in_its_place_or_elsewhere(hospital, tmp_path):
     for name in ("backup", "elsewhere"):
         shutil.copytree(hospital.root, tmp_path / name)
     run(hospital)
@@ -328,7 +328,7 @@ def test_a_copy_of_a_study_from_before_spends_nothing_in_its_place_or_elsewhere(
         ('"round": 1', '"round": "' + "[" * 100_000),
     ],
 )
-def test_lines_that_say_nonsense_are_no_entries(tmp_path, before, after):
+def test_malformed_lines_of_a_ledger_are_refused(tmp_path, before, after):
     path = tmp_path / "C1.jsonl"
     ledger_at(path).record(1, ROUND)
     path.write_text(path.read_text().replace(before, after) + "\n")
@@ -336,34 +336,34 @@ def test_lines_that_say_nonsense_are_no_entries(tmp_path, before, after):
 
 
 def test_a_renamed_run_stays_the_same_run(hospital):
-    path = begun(hospital, 2, "train.rounds=3")
+    path = interrupt_run(hospital, 2, "train.rounds=3")
     renamed = path.rename(path.with_name("00009-my-best-run"))
-    done = row(go_on(hospital, renamed))
+    done = row(resume_path(hospital, renamed))
     assert isclose(done["epsilon"], epsilon([Mechanism(4.0, 0.7, 0.2, 15)], 1e-5))
     assert done["epsilon"] == done["lifetime_epsilon"]
     assert write_report(hospital, renamed.name).exists()
 
 
-def test_of_two_versions_of_a_round_one_leaves(tmp_path):
-    """Two jobs work on copies of one run; whichever comes later to the ledger is refused."""
+def test_only_one_of_two_versions_of_a_round_is_released(tmp_path):
+    """Two jobs work on copies of one run; the later one at the ledger is refused."""
     path = tmp_path / "C1.jsonl"
     first, second = ledger_at(path), ledger_at(path)
-    mine, other = released(first), released(second, VECTOR + 1)
+    mine, other = release_round(first), release_round(second, VECTOR + 1)
     with pytest.raises(WsiFlError, match="released others since"):
         first.record_transmission(1, mine.digest)
     with pytest.raises(WsiFlError, match="released others since"):
         first.relay_mixture(1, VECTOR * 2, own_sha256=mine.digest, schema="ab" * 32, weight=1.0)
     second.record_transmission(1, other.digest)
     with pytest.raises(WsiFlError, match="was sent already"):
-        released(first, VECTOR + 2)
+        release_round(first, VECTOR + 2)
     assert ledger_at(path).list_mechanisms() == [ROUND]
 
 
-def test_what_was_passed_on_was_sent(tmp_path):
-    """A host gives a share of what it holds to a site that comes back, before its own release has left."""
+def test_a_relayed_model_counts_as_sent(tmp_path):
+    """A host sends a share of its model to a returning site before its own release."""
     path = tmp_path / "C1.jsonl"
     ledger = ledger_at(path)
-    mine = released(ledger)
+    mine = release_round(ledger)
     ledger.relay_mixture(1, VECTOR / 2, own_sha256=mine.digest, schema="ab" * 32, weight=0.5)
     with pytest.raises(WsiFlError, match="was sent already"):
         ledger_at(path).record(1, ROUND)
@@ -378,59 +378,59 @@ def test_two_sites_that_name_one_ledger_are_both_charged(tmp_path):
     assert [isclose(r["epsilon"], epsilon(both[:1], 1e-5)) for r in rows] == [True, True]
 
 
-def test_a_model_that_stays_at_home_is_not_trained_anew_for_nothing_either(hospital):
-    path = begun(hospital, 2, "train.rounds=3", method="regular")
+def test_a_model_that_stays_at_the_site_is_not_retrained_for_free(hospital):
+    path = interrupt_run(hospital, 2, "train.rounds=3", method="regular")
     (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
-    refused(lambda: go_on(hospital, path), LATER, error=WsiFlError)
+    refused(lambda: resume_path(hospital, path), LATER, error=WsiFlError)
 
 
-def test_of_two_models_that_stay_at_home_one_is_kept(hospital):
-    """A copy of the run, from before the last checkpoint, was finished meanwhile."""
-    path = begun(hospital, 1, method="regular")
+def test_only_one_of_two_models_that_stay_at_the_site_is_kept(hospital):
+    """A copy of the run from before the last checkpoint was finished in between."""
+    path = interrupt_run(hospital, 1, method="regular")
     copy = Path(shutil.copytree(path, path.with_name("00002-copy")))
     with dying(PrivacyLedger, "record_transmission", 1):  # round 2 is recorded and has its checkpoint
-        go_on(hospital, path)
-    go_on(hospital, copy)
-    refused(lambda: go_on(hospital, path), "released others since", error=WsiFlError)
+        resume_path(hospital, path)
+    resume_path(hospital, copy)
+    refused(lambda: resume_path(hospital, path), "released others since", error=WsiFlError)
 
 
-def test_a_round_killed_before_it_was_final_is_final_once_the_run_goes_on(hospital):
+def test_a_round_killed_before_it_was_final_is_final_once_the_run_resumes(hospital):
     with dying(PrivacyLedger, "record_transmission", 2):
         run(hospital, "train.rounds=3", method="regular")
     path = next(hospital.runs_path.glob("0*"))
     with dying(loop, "_train_round", 1):
-        go_on(hospital, path)
+        resume_path(hospital, path)
     (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
-    refused(lambda: go_on(hospital, path), LATER, error=WsiFlError)
+    refused(lambda: resume_path(hospital, path), LATER, error=WsiFlError)
 
 
-def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital):
-    path = begun(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
+def test_a_run_with_an_edited_plan_or_site_file_does_not_resume(hospital):
+    path = interrupt_run(hospital, 2, "privacy.target_epsilon=2", "train.rounds=4")
     site, kept = path / "sites" / "S0" / "site.toml", path / "sites" / "S0" / "plan.json"
     said, plan = site.read_text(), json.loads(kept.read_text())
     site.write_text(said.replace("max_epsilon = 3.0", "max_epsilon = 2.9"))
-    refused(lambda: go_on(hospital, path), "is not the one it began with", "site.toml", error=WsiFlError)
+    refused(lambda: resume_path(hospital, path), "is not the one it began with", "site.toml", error=WsiFlError)
     site.write_text(said)
     write_sealed(kept, plan | {"sigma": plan["sigma"] / 2})  # whoever edits it on purpose
     words = ("privacy plan of this run was changed", "sigma was")
-    refused(lambda: go_on(hospital, path), *words, error=WsiFlError)
+    refused(lambda: resume_path(hospital, path), *words, error=WsiFlError)
     kept.unlink()
-    go_on(hospital, path)  # with the plan that the ledger knows
+    resume_path(hospital, path)  # with the plan that the ledger knows
     assert json.loads(kept.read_text()) == plan
 
 
-def test_a_round_that_a_smaller_budget_forbids_is_not_redone_but_left(hospital):
-    """It was recorded and killed before its checkpoint, and the hospital has lowered max_epsilon since."""
+def test_a_round_that_a_smaller_budget_forbids_is_abandoned_and_not_repeated(hospital):
+    """The round was recorded and killed before its checkpoint; the hospital has lowered max_epsilon since."""
     with dying(loop, "write_checkpoint", 2):
         run(hospital)
     once = epsilon([Mechanism(4.0, 0.7, 0.2, 5)], 1e-5) + 1e-9
     rewrite(hospital, "max_epsilon = 3.0", f"max_epsilon = {once}")
     path = next(hospital.runs_path.glob("0*"))
-    assert row(go_on(hospital, path))["rounds"] == 1
+    assert row(resume_path(hospital, path))["rounds"] == 1
     assert "left, as its max_epsilon" in (path / "sites" / "S0" / "log.txt").read_text()
 
 
-def test_a_ledger_is_found_where_the_run_kept_it_once_the_site_file_is_gone(tmp_path):
+def test_a_ledger_is_found_through_its_run_once_the_site_file_is_deleted(tmp_path):
     where = f'{HOSPITAL}\nledger = "{tmp_path}/budget/S0.jsonl"'
     study = make_study(tmp_path / "study", n_sites=1, site_extra=where)
     path = study.root / run(study)["run"]
@@ -439,7 +439,7 @@ def test_a_ledger_is_found_where_the_run_kept_it_once_the_site_file_is_gone(tmp_
 
 
 def account_of(plan, limit, past=(), done=0, delta=1e-5):
-    """The account of a site as plans are priced on it."""
+    """Make the account of a site for pricing plans."""
     ledger = SimpleNamespace(
         terms=PrivacyTerms(delta, max_epsilon=limit, lifetime=True),
         count_rounds=lambda: done,
@@ -448,8 +448,8 @@ def account_of(plan, limit, past=(), done=0, delta=1e-5):
     return SimpleNamespace(ledger=ledger, plan=plan)
 
 
-def by_round(account, rounds):
-    """How many rounds a budget allows, each priced with all before it as a mechanism of its own."""
+def count_affordable_rounds(account, rounds):
+    """Count the rounds a budget allows, each priced together with all earlier ones as a separate mechanism."""
     found, spent = account.ledger.count_rounds(), account.ledger.list_mechanisms()
     limit, delta = account.ledger.terms.max_epsilon, account.ledger.terms.delta
     while found < rounds and epsilon([*spent, account.plan], delta) <= limit:
@@ -469,10 +469,10 @@ def by_round(account, rounds):
         ({"n": 100, "batch_size": 10, "sigma": 50.0}, 2.0, (), 5, 3),
     ],
 )
-def test_affordable_rounds_are_those_that_each_round_by_itself_would_find(given, limit, past, done, rounds):
+def test_affordable_rounds_equal_those_of_pricing_round_by_round(given, limit, past, done, rounds):
     plan = plan_of_round(**{"epochs": 1, "clip": 1.0, "delta": 1e-5} | given)
     account = account_of(plan, limit, past, done)
-    assert count_affordable(account, rounds) == min(by_round(account, rounds), max(rounds, done))
+    assert count_affordable(account, rounds) == min(count_affordable_rounds(account, rounds), max(rounds, done))
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.4, 30.0, 1e6])

@@ -1,4 +1,4 @@
-"""What is public: directions and starting weights are never made of a real hospital's patients unasked."""
+"""Tests that projections and starting weights use a real hospital's patients only with permission."""
 
 import os
 import shutil
@@ -59,7 +59,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_store_of_a_hospitals_patients_is_public_only_when_somebody_says_so(study, tmp_path, source):
+def test_a_store_of_a_hospitals_patients_is_public_only_when_declared(study, tmp_path, source):
     path = source(study, tmp_path)
     refused(lambda: require_public(study, path), str(path), "give public reference slides, or --public")
     refused(lambda: build_projection(study, [path.parent], out=tmp_path / "d.safetensors"), "--public")
@@ -70,7 +70,7 @@ def test_a_simulated_sites_store_is_public(study):
     require_public(study, study.features_path("S1"))
 
 
-def test_slides_that_a_real_site_names_are_its_own_under_any_name(study, tmp_path):
+def test_slides_that_a_real_site_names_belong_to_it_under_any_name(study, tmp_path):
     slides = tmp_path / "archive"
     slides.mkdir()
     for name in ("a.tif", "b.tif"):
@@ -83,14 +83,14 @@ def test_slides_that_a_real_site_names_are_its_own_under_any_name(study, tmp_pat
     require_public(study, slides / "b.tif")
 
 
-def test_a_slide_is_a_real_sites_own_however_its_name_is_composed(study, tmp_path):
+def test_a_slide_belongs_to_a_real_site_in_any_unicode_form_of_its_name(study, tmp_path):
     slide = tmp_path / f"Dru{chr(0x308)}se.tif"
     slide.write_bytes(b"slide")
     edit(site_file(study, "S0"), '"none/*.tif"', f'"{tmp_path}/Dr\u00fcse*.tif"')
     refused(lambda: require_public(study, slide), "is a slide of real site S0")
 
 
-def test_a_folder_that_is_a_slide_and_its_files_are_the_sites_alike(study, tmp_path):
+def test_a_slide_that_is_a_folder_belongs_to_the_site_with_all_its_files(study, tmp_path):
     file = tmp_path / "archive" / "a" / "1.dcm"
     file.parent.mkdir(parents=True)
     file.write_bytes(bytes(128) + b"DICM")
@@ -107,7 +107,7 @@ def test_a_folder_that_is_a_slide_and_its_files_are_the_sites_alike(study, tmp_p
 
 @pytest.fixture
 def run_of(study):
-    """A folder of a run of a method, in which S0 and S1 have models."""
+    """Make a folder of a run of a method with models of S0 and S1."""
 
     def made(method, enabled=True):
         run = study.runs_path / f"00001-{method}"

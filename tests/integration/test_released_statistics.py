@@ -1,4 +1,4 @@
-"""Sums that a site releases as a file: once, through the ledger, whatever crashes; and what is made of the files."""
+"""Tests of class statistics released as files: ledger, crashes, damaged files, and heads solved from the files."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def released(study, site="S0", *more, **options):
     return release_statistics(study, site=site, overrides=[*NOISE, *more], **options)["sites"][0]
 
 
-def not_released(study, site, *words, error=WsiFlError, overrides=(), **options):
+def refuse_release(study, site, *words, error=WsiFlError, overrides=(), **options):
     refused(lambda: released(study, site, *overrides, **options), *words, error=error)
 
 
@@ -63,11 +63,11 @@ def joined(study, *overrides, **more):
     return train(study, overrides=[*FILES, *overrides], **options)
 
 
-def not_joined(study, *words, error=WsiFlError, overrides=()):
+def refuse_training(study, *words, error=WsiFlError, overrides=()):
     refused(lambda: joined(study, *overrides), *words, error=error)
 
 
-def started(study, *overrides, method="proxyfl"):
+def train_warm_start(study, *overrides, method="proxyfl"):
     return train(study, method=method, overrides=[*START, *overrides], backend="local")
 
 
@@ -79,8 +79,8 @@ def sums_at(path):
     return read_statistics(path, path.name)
 
 
-def written(path, letter, vector):
-    """Puts another vector, of which the file knows, into the place of a letter's."""
+def replace_vector(path, letter, vector):
+    """Write another vector with a matching digest into a class statistics file."""
     facts = letter.header.model_copy(update={"digest": digest_values(vector)})
     stage.write_statistics(path, stage.ReleasedStatistics(facts, vector))
 
@@ -90,12 +90,12 @@ def lines_of(study, site="S0"):
 
 
 def rewritten(path, tensors=None, **document):
-    """Puts other tensors, or another document, into a file."""
+    """Write other tensors or another document into a file."""
     known, said = load_tensors(path, "release")
     save_tensors(path, known | (tensors or {}), said | document)
 
 
-def test_sums_are_released_once_and_cost_what_their_ledger_says(study):
+def test_statistics_are_released_once_and_cost_the_epsilon_of_their_ledger(study):
     row = released(study)
     assert row["spent"] and row["n"] == 60 and row["unit"] == "row" and row["guarantee"] == "guaranteed"
     assert row["file"] == "statistics/S0.safetensors" and row["sigma"] == SIGMA
@@ -110,14 +110,14 @@ def test_sums_are_released_once_and_cost_what_their_ledger_says(study):
     assert more["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
 
 
-def letter_of_s0():
-    """Exact sums over the training rows of S0, as its letter would hold them without noise."""
+def compute_exact_statistics():
+    """Compute the class statistics of the training rows of S0 without noise."""
     x, labels = rows_of(60, 0, 0.0)
     head = SharedHead(2, D)
     return head.pack_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels)).numpy()
 
 
-def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_else_reads_what_stays(study):
+def test_the_file_holds_noisy_statistics_and_exact_ones_are_readable_by_their_owner_only(study):
     before = os.umask(0o022)
     try:
         row = released(study)
@@ -136,33 +136,33 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_nobody_els
     assert np.array_equal(home.vector, file.vector) and len(file.vector) == 2 * (D + 2)
     variances = file.vector[-2:]
     weights = np.sqrt(variances / SIGMA**2)[:, None]
-    noise = file.vector[:-2].reshape(2, -1) / weights - letter_of_s0().reshape(2, -1)
+    noise = file.vector[:-2].reshape(2, -1) / weights - compute_exact_statistics().reshape(2, -1)
     assert 0.7 < noise.std() / SIGMA < 1.4 and variances.max() == SIGMA**2
 
 
-def test_a_target_is_met_exactly_and_anew_by_every_release_and_the_noise_never_has_a_fixed_seed(study):
+def test_every_release_meets_its_target_epsilon_exactly_and_noise_has_no_fixed_seed(study):
     asked = ["privacy.target_epsilon=2", "privacy.insecure_seed=1"]
     first, other = (released(study, "S0", *asked, repeat=again) for again in (False, True))
     assert first["epsilon"] == pytest.approx(2, abs=1e-3) and other["sigma"] == first["sigma"]
     assert first["digest"] != other["digest"] and other["guarantee"] == "guaranteed"
 
 
-def test_patients_are_units_where_that_is_asked(study):
+def test_patients_are_privacy_units_where_the_settings_ask_for_it(study):
     row = released(study, "S0", "privacy.unit=patient")
     assert (row["n"], row["unit"]) == (20, "patient")
     summary = joined(study, "privacy.unit=patient")
     assert summary["sites"][0]["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))
-    not_released(study, "S0", "per patient", "per row")
-    not_joined(study, "per patient", "per row")
+    refuse_release(study, "S0", "per patient", "per row")
+    refuse_training(study, "per patient", "per row")
 
 
-def test_without_privacy_sums_are_exact_and_a_real_hospital_must_allow_that(study):
+def test_without_privacy_statistics_are_exact_and_a_real_hospital_must_allow_them(study):
     bare = ["privacy.enabled=false"]
     assert released(study, "S0", *bare)["epsilon"] is None
     vector = sums_at(study.release_path("S0")).vector
-    np.testing.assert_allclose(vector[:-2], letter_of_s0(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(vector[:-2], compute_exact_statistics(), rtol=1e-5, atol=1e-5)
     make_real(study)
-    not_released(study, "S1", 'allow = ["model"]', overrides=bare)
+    refuse_release(study, "S1", 'allow = ["model"]', overrides=bare)
     assert not study.release_path("S1").exists()
 
 
@@ -199,7 +199,7 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
     assert released(study)["digest"] == row["digest"] and len(lines_of(study)) == n
 
 
-def test_what_an_interrupted_second_release_costs_is_said(study):
+def test_the_cost_of_an_interrupted_second_release_is_reported(study):
     first = released(study)
     with cut_off(stage, "write_statistics"):
         released(study, repeat=True)
@@ -218,14 +218,14 @@ def test_a_target_leaves_out_the_release_that_was_lost(study):
     refused(lambda: released(study, "S0", target, repeat=True), "no noise level reaches")  # nothing is left
 
 
-def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, tmp_path):
+def test_two_studies_on_one_ledger_never_release_two_noises_for_one_charge(study, tmp_path):
     edit(site_file(study, "S0"), more=f'ledger = "{tmp_path / "one.jsonl"}"\n')
     other = Study(shutil.copytree(study.root, tmp_path / "other"))
     for name in ("record_transmission", "release_again"):
         with cut_off(PrivacyLedger, name):
             released(study)
     assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
-    not_released(study, "S0", "or has a newer one")
+    refuse_release(study, "S0", "or has a newer one")
     assert not study.release_path("S0").exists()
     study.release_path("S0").parent.mkdir()
     shutil.copy(other.release_path("S0"), study.release_path("S0"))  # the other study's release is this site's too
@@ -233,15 +233,15 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
     assert released(study, repeat=True)["epsilon"] == pytest.approx(epsilon([ONCE] * 2, 1e-5))
 
 
-def test_a_lost_file_comes_back_and_numbers_that_are_not_on_the_ledger_are_refused(study):
+def test_a_lost_file_is_restored_and_numbers_missing_from_the_ledger_are_refused(study):
     digest, content = released(study)["digest"], study.release_path("S0").read_bytes()
     for lost in (study.release_path("S0"), study.local_release_path("S0")):
         lost.unlink()
         assert released(study)["digest"] == digest and study.release_path("S0").read_bytes() == content
     assert study.local_release_path("S0").read_bytes() == content
     study.ledger_path("S0").unlink()
-    not_released(study, "S0", "ledgers/S0.jsonl lacks its release")
-    not_joined(study, "ledgers/S0.jsonl lacks its release")
+    refuse_release(study, "S0", "ledgers/S0.jsonl lacks its release")
+    refuse_training(study, "ledgers/S0.jsonl lacks its release")
 
 
 def cut_in_half(path):
@@ -260,20 +260,20 @@ def lost_both(study):
 
 
 def store_anew(study):
-    """The hospital's machine was lost: its store was made anew, and of what it released nothing is here."""
+    """Rebuild the store of a hospital without its earlier releases, as after the loss of its machine."""
     shutil.rmtree(study.root / "statistics")
     study.local_release_path("S0").unlink()
 
 
 @pytest.mark.parametrize("real", [False, True])
 @pytest.mark.parametrize("lose", [lost_both, store_anew])
-def test_a_letter_that_the_ledger_knows_is_written_a_second_time_only_when_asked(study, lose, real):
+def test_statistics_on_the_ledger_are_released_a_second_time_only_on_request(study, lose, real):
     if real:
         make_real(study)
     first, kept = released(study), study.release_path("S0").read_bytes()
     lose(study)
     n = len(lines_of(study))
-    not_released(study, "S0", "put statistics/S0.safetensors back", "`wsi-fl statistics --site S0 --again`")
+    refuse_release(study, "S0", "put statistics/S0.safetensors back", "`wsi-fl statistics --site S0 --again`")
     assert len(lines_of(study)) == n and not study.release_path("S0").exists()
     study.release_path("S0").parent.mkdir(exist_ok=True)  # both ways that it names are open
     study.release_path("S0").write_bytes(kept)
@@ -285,7 +285,7 @@ def test_a_letter_that_the_ledger_knows_is_written_a_second_time_only_when_asked
 @pytest.mark.parametrize("real", [False, True])
 @pytest.mark.parametrize("damage", [cut_in_half, other_byte, lambda path: path.write_bytes(b"")])
 @pytest.mark.parametrize("copy", [Study.release_path, Study.local_release_path])
-def test_one_damaged_copy_of_a_letter_is_replaced_by_the_whole_one(study, copy, damage, real):
+def test_a_damaged_copy_of_class_statistics_is_replaced_by_the_intact_one(study, copy, damage, real):
     if real:
         make_real(study)
     row, whole = released(study), study.release_path("S0").read_bytes()
@@ -317,37 +317,37 @@ OF_OTHERS = [
 DAMAGE = (b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64)
 
 
-def test_a_file_that_is_damaged_edited_or_of_another_plan_is_refused_and_home_knows_better(study):
+def test_a_damaged_edited_or_foreign_file_is_refused_and_the_local_copy_restores_it(study):
     for name in ("S0", "S1"):
         released(study, name)
     file, letter = study.release_path("S1"), sums_at(study.release_path("S1"))
     whole = file.read_bytes()
     for change in OF_OTHERS:
         stage.write_statistics(file, stage.ReleasedStatistics(letter.header.model_copy(update=change), letter.vector))
-        not_joined(study, "statistics/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
+        refuse_training(study, "statistics/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
     shutil.copy(study.release_path("S0"), file)
-    not_joined(study, "these are the statistics of site S0")
+    refuse_training(study, "these are the statistics of site S0")
     home = study.local_release_path("S1")
     for content in DAMAGE:
         file.write_bytes(content)
-        not_joined(study, "statistics/S1.safetensors", "damaged release", "copy the file from its site again")
+        refuse_training(study, "statistics/S1.safetensors", "damaged release", "copy the file from its site again")
         home.write_bytes(content)  # where no copy is whole
-        not_released(study, "S1", "damaged release", "copy the file from its site again")
+        refuse_release(study, "S1", "damaged release", "copy the file from its site again")
         home.write_bytes(whole)
     for change in EDITS:
         file.write_bytes(whole)
         rewritten(file, **change)
-        not_joined(study, "statistics/S1.safetensors", "edited")
+        refuse_training(study, "statistics/S1.safetensors", "edited")
         if "digest" in change:
             file.unlink()
         released(study, "S1")
         assert file.read_bytes() == whole
     assert joined(study)["sites"]
     released(study, "S1", "model.projection=12", repeat=True)
-    not_joined(study, "statistics/S1.safetensors", "dimensions = 12", error=UsageError)
+    refuse_training(study, "statistics/S1.safetensors", "dimensions = 12", error=UsageError)
 
 
-def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
+def test_released_statistics_are_refused_for_other_features(study):
     released(study)
     x, labels = rows_of(60, 0)
     write_features(study, "S0", x[:, :12], labels, [f"p{i}" for i in range(60)], ["train"] * 60)
@@ -365,7 +365,7 @@ def write_public(study, name, seed, encoder="tiny sha256:0"):
 ALONG = ["model.projection=d.safetensors"]
 
 
-def test_public_directions_make_a_shorter_letter_and_all_must_have_the_same(study):
+def test_a_public_projection_shortens_class_statistics_and_must_be_the_same_everywhere(study):
     found = write_public(study, "d.safetensors", 0)
     for row in all_released(study, *NOISE, *ALONG):
         assert (row["dimensions"], row["projection"]) == (8, found.digest)
@@ -374,17 +374,17 @@ def test_public_directions_make_a_shorter_letter_and_all_must_have_the_same(stud
     assert np.array_equal(head["components"], found.components) and int(head["n_sites"]) == 3
     write_public(study, "d.safetensors", 1)  # another file under the same name
     words = ("statistics/S0.safetensors", f"projection = {found.digest}"[:40])
-    not_joined(study, *words, overrides=ALONG, error=UsageError)
-    not_released(study, "S0", "projection", "--again", overrides=ALONG, error=UsageError)
+    refuse_training(study, *words, overrides=ALONG, error=UsageError)
+    refuse_release(study, "S0", "projection", "--again", overrides=ALONG, error=UsageError)
 
 
-def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_in_one_line(study):
-    not_released(study, "S0", "no such file", "wsi-fl projection", overrides=ALONG)
+def test_a_projection_that_is_missing_damaged_or_of_another_encoder_is_refused_in_one_line(study):
+    refuse_release(study, "S0", "no such file", "wsi-fl projection", overrides=ALONG)
     (study.root / "d.safetensors").write_bytes(b"nothing")
-    not_released(study, "S0", "d.safetensors", "damaged", overrides=ALONG)
+    refuse_release(study, "S0", "d.safetensors", "damaged", overrides=ALONG)
     write_public(study, "d.safetensors", 0, encoder="large sha256:1")
     words = ("projection for large sha256:1", "are of tiny sha256:0")
-    not_released(study, "S0", *words, overrides=ALONG, error=UsageError)
+    refuse_release(study, "S0", *words, overrides=ALONG, error=UsageError)
     assert not study.ledger_path("S0").exists()
 
 
@@ -397,37 +397,37 @@ def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_i
         ("inference_sites", ["S3"], [], "S2 has [] as the list of receivers"),
     ],
 )
-def test_sites_that_bring_other_sums_files_buffers_or_receivers_do_not_begin(key, agreed, other, words):
+def test_sites_with_different_statistics_files_buffers_or_roles_do_not_begin(key, agreed, other, words):
     brought = [{"site": f"S{k}", key: agreed} for k in range(2)] + [{"site": "S2", key: other}]
     refused(lambda: compare_sites(brought), "S2 has", words)
 
 
-def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
+def test_a_real_hospital_needs_a_budget_and_stays_within_it(study):
     make_real(study, "S0", says="real = true")
-    not_released(study, "S0", "write max_epsilon and delta there", error=UsageError)
+    refuse_release(study, "S0", "write max_epsilon and delta there", error=UsageError)
     make_real(study, "S1", "S2")
     edit(site_file(study, "S0"), more="max_epsilon = 2.5\ndelta = 1e-5\n")
     row = released(study)
     assert row["epsilon"] == pytest.approx(_gaussian_epsilon(1 / SIGMA, 1e-5)) and row["epsilon"] < 2.5
-    not_released(study, "S0", "above its 2.5", repeat=True)
+    refuse_release(study, "S0", "above its 2.5", repeat=True)
     assert not released(study)["spent"]
 
 
-def test_a_real_hospitals_ledger_must_know_what_lies_in_its_study(study):
+def test_a_real_hospitals_ledger_must_list_every_release_of_its_study(study):
     make_real(study)
     released(study)
     kept = study.ledger_path("S0").read_text()
     study.ledger_path("S0").unlink()
-    not_released(study, "S0", "ledgers/S0.jsonl is missing", error=UsageError)
+    refuse_release(study, "S0", "ledgers/S0.jsonl is missing", error=UsageError)
     study.ledger_path("S0").write_text(kept)
     rewritten(study.release_path("S0"), digest="0" * 64)
-    not_released(study, "S0", "lacks the release of statistics/S0.safetensors", error=UsageError)
+    refuse_release(study, "S0", "lacks the release of statistics/S0.safetensors", error=UsageError)
 
 
 @pytest.mark.parametrize(
     ("lose", "again"), [(lambda path: path.write_text(""), False), (lambda path: path.unlink(), True)]
 )
-def test_sums_whose_ledger_and_heads_are_lost_are_not_released_again(study, lose, again):
+def test_statistics_whose_ledger_and_ledger_heads_are_lost_are_not_released_again(study, lose, again):
     make_real(study)
     released(study)
     before = study.release_path("S0").read_bytes()
@@ -441,7 +441,7 @@ def test_sums_whose_ledger_and_heads_are_lost_are_not_released_again(study, lose
     assert study.release_path("S0").read_bytes() == before
 
 
-def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study, tmp_path, monkeypatch):
+def test_a_real_hospital_solves_its_head_from_copied_files_and_opens_no_other_store(study, tmp_path, monkeypatch):
     make_real(study)
     all_released(study)
     alone = Study(shutil.copytree(study.root, tmp_path / "alone"))
@@ -459,10 +459,10 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
     assert [one["site"] for one in evaluate(alone, summary["run"])["sites"]] == ["S0"]
     assert write_report(alone, summary["run"]).exists()
     assert resume_run(alone, summary["run"], backend="local") == summary
-    not_joined(study, "whose store no other site's process may open", error=UsageError)
+    refuse_training(study, "whose store no other site's process may open", error=UsageError)
 
 
-def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypatch):
+def test_released_files_give_the_same_head_as_a_run_over_the_network(study, monkeypatch):
     real = sums.discrete_gaussian
     monkeypatch.setattr(sums, "discrete_gaussian", lambda sigma, n, _: real(sigma, n, CipherStream.from_seed(5)))
     over_network = train(study, method="oneshot", overrides=NOISE, backend="local")
@@ -484,7 +484,7 @@ def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypa
     assert told[0] == pytest.approx(told[1], abs=0.02)
 
 
-def test_an_audit_of_files_knows_their_noise_and_a_forged_file_is_refused(study, monkeypatch):
+def test_an_audit_of_files_uses_their_noise_and_a_forged_file_is_refused(study, monkeypatch):
     monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 60)
     all_released(study)
     shutil.rmtree(study.store_path("S1").parent)
@@ -496,26 +496,26 @@ def test_an_audit_of_files_knows_their_noise_and_a_forged_file_is_refused(study,
     letter = sums_at(study.release_path("S1"))
     vector = letter.vector.copy()
     vector[:-2] *= -1000
-    written(study.release_path("S1"), letter, vector)
-    not_joined(study, "statistics/S1.safetensors", "60 rows", "ask its site")
+    replace_vector(study.release_path("S1"), letter, vector)
+    refuse_training(study, "statistics/S1.safetensors", "60 rows", "ask its site")
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_a_letter_that_does_harm_is_not_believed(study, spoilt):
-    """S2 knows both classes, and notices on rows that its own model has not seen that the classes were swapped."""
+def test_harmful_class_statistics_get_no_weight(study, spoilt):
+    """S2 has both classes and detects the swapped classes on rows held out from its local model."""
     all_released(study, *HEADS, "privacy.sigma=0.5")
     for name in ("S0", "S1"):
         if spoilt:
             letter = sums_at(study.release_path(name))
             swapped = [letter.vector[:-2].reshape(2, -1)[::-1].ravel(), letter.vector[-2:][::-1]]
-            written(study.release_path(name), letter, np.concatenate(swapped))
+            replace_vector(study.release_path(name), letter, np.concatenate(swapped))
         shutil.rmtree(study.store_path(name).parent)  # it takes part by its letter alone
     run = joined(study)
     chosen = json.loads((study.root / run["run"] / "sites/S2/prediction_model.json").read_text())
     assert (chosen["ensemble"]["weight"] == 0) is spoilt
 
 
-def test_a_hospital_that_lacks_one_of_three_classes_recognises_it(study, monkeypatch):
+def test_a_hospital_that_lacks_one_of_three_classes_predicts_it(study, monkeypatch):
     monkeypatch.setattr(conftest, "CLASSES", ("a", "b", "c"))
     rng = np.random.default_rng(0)
     for name, n_classes in (("S0", 3), ("S1", 3), ("S2", 2)):
@@ -530,7 +530,7 @@ def test_a_hospital_that_lacks_one_of_three_classes_recognises_it(study, monkeyp
     assert lacking["accuracy"] > 0.85  # two of three, had it never said the third
 
 
-def test_heads_of_files_spend_nothing_and_leave_no_line(study):
+def test_heads_of_released_files_spend_no_budget_and_add_no_ledger_line(study):
     all_released(study)
     before = {name: study.ledger_path(name).read_text() for name in ("S0", "S1", "S2")}
     costs = dry_run(study, method="oneshot", overrides=FILES, backend="local")["sites"]
@@ -543,7 +543,7 @@ def test_heads_of_files_spend_nothing_and_leave_no_line(study):
     assert (study.root / summary["run"] / "sites/S0/statistics.json").exists()
 
 
-def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_part_by_its_file(study, capfd):
+def test_a_site_without_a_file_is_excluded_and_one_without_a_store_takes_part_by_its_file(study, capfd):
     released(study, "S0")
     released(study, "S1")
     shutil.rmtree(study.store_path("S1").parent)
@@ -559,17 +559,17 @@ def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_p
     assert [row["site"] for row in evaluate(study, summary["run"])["sites"]] == ["S0", "S2"]
 
 
-def test_a_run_of_files_says_what_it_lacks(study):
-    not_joined(study, "no statistics of site S0 yet", "wsi-fl statistics --site S0")
+def test_a_run_of_released_files_names_the_missing_ones(study):
+    refuse_training(study, "no statistics of site S0 yet", "wsi-fl statistics --site S0")
     released(study)
-    not_joined(study, "audit.canaries", overrides=["audit.canaries=4"], error=UsageError)
+    refuse_training(study, "audit.canaries", overrides=["audit.canaries=4"], error=UsageError)
     for name in ("S0", "S1", "S2"):
         shutil.rmtree(study.store_path(name).parent)
-    not_joined(study, "no site of this run has its store here")
+    refuse_training(study, "no site of this run has its store here")
 
 
-def start_of(study):
-    """The linear layer that the files make, by the definition of the head."""
+def solve_start(study):
+    """Solve the linear layer of the files by the definition of the head."""
     head = SharedHead(2, D)
     vectors = [sums_at(study.release_path(f"S{k}")).vector for k in range(3)]
     with torch.no_grad():
@@ -579,7 +579,7 @@ def start_of(study):
 
 
 @pytest.mark.parametrize(("method", "role"), [("proxyfl", "proxy"), ("fedavg", "private")])
-def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, method, role):
+def test_sent_models_start_from_the_released_files_alone(study, monkeypatch, method, role):
     all_released(study)
     for k in range(3):
         study.local_release_path(f"S{k}").unlink()  # exact sums are not needed
@@ -590,11 +590,11 @@ def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, m
         starts.append({key: value.clone() for key, value in site.learners[role].model.state_dict().items()})
 
     monkeypatch.setattr(build_sites, "_load_released", brought)
-    summary = started(study, method=method)
+    summary = train_warm_start(study, method=method)
     assert len(starts) == 3 and same(starts[0], starts[1]) and same(starts[0], starts[2])
     linear = create_model("linear_head", n_classes=2, shape=Vectors(D), seed=0)
     linear.load_state_dict(starts[0])
-    head, (x, _) = start_of(study), rows_of(50, 7)
+    head, (x, _) = solve_start(study), rows_of(50, 7)
     weights, bias = head.solve_head()
     rows = torch.nn.functional.layer_norm(torch.from_numpy(x), (D,)) - head.mean
     z = rows.double() @ head.components.double()  # never shortened
@@ -605,23 +605,23 @@ def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, m
 def test_both_releases_are_on_the_account_and_within_the_target(study):
     all_released(study)
     alone = dry_run(study, method="proxyfl", overrides=[*HEADS, "train.rounds=1"])
-    for both, without in zip(started(study)["sites"], alone["sites"], strict=True):
+    for both, without in zip(train_warm_start(study)["sites"], alone["sites"], strict=True):
         assert both["epsilon"] > max(without["epsilon"], epsilon([ONCE], 1e-5))
-    reached = started(study, "privacy.target_epsilon=4.0")
+    reached = train_warm_start(study, "privacy.target_epsilon=4.0")
     assert all(3.5 < row["epsilon"] <= 4 for row in reached["sites"])
-    refused(lambda: started(study, "privacy.target_epsilon=1.0"), "on top of", "target_epsilon")
+    refused(lambda: train_warm_start(study, "privacy.target_epsilon=1.0"), "on top of", "target_epsilon")
 
 
-def test_a_start_is_resumed_and_not_changed_half_way(study):
+def test_a_run_resumes_only_with_the_released_files_it_started_from(study):
     all_released(study)
     with interrupted_after(2):
-        started(study)
+        train_warm_start(study)
     released(study, "S1", repeat=True)
     refused(lambda: resume_run(study, "1", backend="local"), "class statistics of S1", "statistics/")
 
 
 @pytest.mark.slow
-def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
+def test_mpi_ranks_read_the_same_files_as_a_single_process(study, wsi_fl):
     for name in ("S0", "S1", "S2"):
         released(study, name)
     shutil.rmtree(study.store_path("S1").parent)
@@ -634,7 +634,7 @@ def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
         assert same(*(model(study.root / run["run"], name, "shared") for run in (by_ranks, by_one)))
 
 
-def test_ranks_share_the_sites_and_the_command_says_what_was_spent(study, wsi_fl, as_ranks):
+def test_ranks_share_the_sites_and_the_command_reports_the_spent_epsilon(study, wsi_fl, as_ranks):
     document, nothing = as_ranks(2, lambda: release_statistics(study, site=None, overrides=NOISE))
     assert not nothing  # said once
     assert [row["site"] for row in document["sites"]] == ["S0", "S1", "S2"]

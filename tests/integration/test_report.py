@@ -1,4 +1,4 @@
-"""The page of a run: its numbers, its sentences, what it needs, what it leaves out, and how it looks in a browser."""
+"""Tests of the report of a run: numbers, sentences, pictures left out, and display in a browser."""
 
 import io
 import math
@@ -36,8 +36,8 @@ def scores(level):
     return {"accuracy": level, "macro_accuracy": level - 0.008, "auroc": min(0.995, level + 0.07)}
 
 
-def measured(rng, level, n, classes):
-    """One evaluation of one model, shaped as `evaluate --json` writes it."""
+def make_evaluation(rng, level, n, classes):
+    """Return an evaluation of a model as `evaluate --json` writes it."""
     bins = [{"confidence": c, "accuracy": 0.9 * c, "n": 70} for c in (0.55, 0.75, 0.97)]
     bins.append({"confidence": None, "accuracy": None, "n": 0})
     return scores(level) | {
@@ -61,14 +61,14 @@ def history(rounds, merged):
 
 
 def picture(rng):
-    """Something colourful as PNG."""
+    """Return a colourful PNG."""
     out = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (45, 60, 3), np.uint8)).resize((300, 225)).save(out, "PNG")
     return out.getvalue()
 
 
 def other_run(number, method, epsilon, accuracy, sd):
-    """What a comparison knows of another run."""
+    """Return the entry of another run in a comparison."""
     privacy = {"dp": bool(epsilon), "epsilon": epsilon, "guarantee": "guaranteed" if epsilon else "none"}
     means = {name: {"mean": mean, "sd": sd} for name, mean in scores(accuracy).items()}
     return {"run": f"0000{number}-{method}-camelyon17_small", "method": method, **privacy, **means}
@@ -80,8 +80,8 @@ def make_page(n_sites=4, *, rounds=20, classes=CLASSES, names=None, n_overviews=
     sites = []
     for i, name in enumerate(names):
         levels = {other: 0.81 if other == name else 0.67 + 0.01 * (j % 7) for j, other in enumerate(names)}
-        parts = {other: measured(rng, level, 150, classes) for other, level in levels.items()}
-        whole = measured(rng, 0.695 + 0.01 * (i % 5), 600, classes)
+        parts = {other: make_evaluation(rng, level, 150, classes) for other, level in levels.items()}
+        whole = make_evaluation(rng, 0.695 + 0.01 * (i % 5), 600, classes)
         sites.append({"site": name, **whole, "own": parts[name], "parts": parts})
     spent = [2.7727 + 0.01 * (i % 5) for i in range(len(names))]
     tables = {"train": 470, "test": 125}
@@ -133,7 +133,7 @@ def make_page(n_sites=4, *, rounds=20, classes=CLASSES, names=None, n_overviews=
 
 
 class Document(HTMLParser):
-    """The page as a reader's software sees it: balanced tags, attributes, texts and tables."""
+    """The parsed page: balanced tags, attributes, texts and tables."""
 
     VOID = frozenset(["meta", "link", "img", "br", "hr", "input", "path", "use", "image", "rect", "line", "circle"])
 
@@ -178,7 +178,7 @@ class Document(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
     def table(self, *headings):
-        """Rows by their first cell of the table that has these headings."""
+        """Return the rows of the table with these headings, by their first cell."""
         for rows in self.tables:
             for i, row in enumerate(rows):
                 if set(headings) <= set(row):
@@ -209,7 +209,7 @@ def document(html):
 
 
 def walk(value, change):
-    """A copy of a JSON value with every number changed; keys that count or order things are kept."""
+    """Copy a JSON value with every number changed, except counts and orders."""
     if isinstance(value, dict):
         return {k: v if k in ("round", "dp") else walk(v, change) for k, v in value.items()}
     if isinstance(value, list):
@@ -218,12 +218,12 @@ def walk(value, change):
 
 
 def sites_of(page, change):
-    """The page with every site of its evaluation changed."""
+    """Make the page with every site of its evaluation changed."""
     sites = [change(site) for site in page.evaluation["sites"]]
     return replace(page, evaluation={**page.evaluation, "sites": sites})
 
 
-def test_the_page_needs_nothing_beside_it(html, document):
+def test_the_page_needs_no_other_file(html, document):
     for _, attributes in document.tags:
         for name in ("src", "href", "xlink:href", "srcset", "action"):
             assert attributes.get(name, "#").startswith(("#", "data:image/jpeg;base64,")), attributes
@@ -324,7 +324,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("case", SAYS)
-def test_sentences_say_what_the_run_was(small, case):
+def test_sentences_describe_the_run(small, case):
     change, said, unsaid = SAYS[case]
     text = Document(render_run_page(replace(small, **change(small)))).text
     assert all(words in text for words in said) and not any(words in text for words in unsaid)
@@ -356,7 +356,7 @@ def test_epsilon_is_never_without_its_kind(small):
     assert "at δ = 10⁻⁵ , nominal" in mixed.text, "the weakest guarantee of any site counts for all"
 
 
-def test_a_run_without_privacy_says_so(small):
+def test_the_page_of_a_run_without_privacy_names_the_lack(small):
     off = {"epsilon": None, "delta": None, "guarantee": "none"}
     summary = {**small.summary, "sites": [{**s, **off} for s in small.summary["sites"]]}
     document = Document(render_run_page(replace(small, summary=summary)))
@@ -396,8 +396,8 @@ def test_names_cannot_break_the_page():
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
-    """(study, run) of a simulated site, S0, and of a real one, S1, that learned from images of S1's denoiser."""
+def mixed_run(tmp_path_factory):
+    """(study, run) of a simulated site, S0, and a real one, S1, trained on images of S1's denoiser."""
     study = make_study(tmp_path_factory.mktemp("report") / "study", n_sites=2)
     run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
     evaluate(study, run)
@@ -411,8 +411,8 @@ def mixed(tmp_path_factory):
     return study, run
 
 
-def test_pictures_of_patients_are_left_out_and_the_page_says_so(mixed, wsi_fl):
-    study, run = mixed
+def test_pictures_of_patients_are_left_out_with_a_notice(mixed_run, wsi_fl):
+    study, run = mixed_run
     done = wsi_fl("report", run, cwd=study.root)
     assert done.returncode == 0, done.stderr
     (said,) = [line for line in done.stderr.splitlines() if "left out" in line]
@@ -429,8 +429,8 @@ def test_pictures_of_patients_are_left_out_and_the_page_says_so(mixed, wsi_fl):
     assert "This page holds pictures of patients" not in html
 
 
-def test_a_page_with_pictures_of_patients_says_at_its_top_that_it_must_stay(mixed, capsys):
-    study, run = mixed
+def test_a_page_with_pictures_of_patients_has_a_banner_against_sharing(mixed_run, capsys):
+    study, run = mixed_run
     html = write_report(study, run, pictures=True).read_text(encoding="utf-8")
     text = Document(html).text
     banner = "This page holds pictures of patients of S1. It must not leave the hospital"

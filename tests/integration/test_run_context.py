@@ -1,4 +1,4 @@
-"""A stage reads each site file once, opens each store once, and closes it at its end."""
+"""Tests that a stage reads each site file once, opens each store once and closes it at its end."""
 
 from collections import Counter
 
@@ -37,7 +37,7 @@ def test_a_rank_and_evaluate_open_each_store_that_they_may_read_once_and_close_i
         assert not any(store._file for store in stores)
 
 
-def test_a_process_opens_nobody_elses_store_where_all_keep_theirs(tmp_path, stores):
+def test_a_process_opens_no_store_of_another_site_where_all_keep_their_patches(tmp_path, stores):
     study = make_study(tmp_path / "study", site_extra="real = true\nmax_epsilon = 9.0\ndelta = 1e-5")
     party = RunContext.create(study, study.load_pipeline("small"), "proxyfl")
     with party:
@@ -47,7 +47,7 @@ def test_a_process_opens_nobody_elses_store_where_all_keep_theirs(tmp_path, stor
     assert not stores[0]._file
 
 
-def test_site_files_are_read_once_and_stay_as_they_were(study, monkeypatch):
+def test_site_files_are_read_once_and_later_changes_are_ignored(study, monkeypatch):
     read, site = [], Study.load_site
     monkeypatch.setattr(Study, "load_site", lambda self, name: read.append(name) or site(self, name))
     party = RunContext.create(study, study.load_pipeline("small"), "proxyfl")

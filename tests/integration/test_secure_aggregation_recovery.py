@@ -1,4 +1,4 @@
-"""A shared sum of which hospitals go away in the middle: what the others hold, and what each is charged."""
+"""Tests of secure aggregation with dropouts: the sum of the remaining hospitals and the charges."""
 
 import threading
 from types import SimpleNamespace
@@ -25,16 +25,16 @@ CPU = torch.device("cpu")
 
 
 class GoneError(Exception):
-    """The process of a site is killed."""
+    """The killed process of a site."""
 
 
 class Table(LocalComm):
-    """Sites in threads of their own: each lays down what it says, and waits for those who have not gone.
+    """An exchange between sites in threads: each sends its messages and waits for the running ones.
 
     Args:
-        me: the site of this end.
-        laid: what was laid down, by call, sender and receiver; shared by all.
-        gone: who is gone; shared by all.
+        me: this end's site.
+        laid: messages by call, sender and receiver; shared by all.
+        gone: the dropped-out sites; shared by all.
     """
 
     def __init__(self, me, n_sites, laid, gone, changed):
@@ -73,7 +73,7 @@ class Table(LocalComm):
 
 
 def killed_before(comm, phase):
-    """Let the process of this end be killed as it comes to a phase."""
+    """Kill this site's process at the start of a phase."""
     left = PHASES.index(phase)
 
     def counted(call):
@@ -91,7 +91,7 @@ def killed_before(comm, phase):
 
 
 def site_of(folder, index, sigma):
-    """A hospital that has trained its round: its head holds the sums of its rows."""
+    """Make a hospital after its round of training: its head holds the statistics of its rows."""
     (folder / NAMES[index]).mkdir(parents=True, exist_ok=True)
     head = SharedHead(2, 6, projection=4)
     head.noiseless_statistics.copy_(
@@ -110,7 +110,7 @@ SCHEDULE = SimpleNamespace(colluding=1, dropouts=1, insecure_seed=None)
 
 
 def together(folder, comm_of, sigma=0.0):
-    """Each site in a thread; return the sites, and what each raised."""
+    """Run each site in a thread; return the sites and their exceptions."""
     sites = {k: site_of(folder, k, sigma) for k in range(4)}
     raised = {}
 
@@ -132,7 +132,7 @@ def together(folder, comm_of, sigma=0.0):
     return sites, raised
 
 
-def at_a_table(phase="", lost=(), meddle=None):
+def make_exchange(phase="", lost=(), meddle=None):
     laid, gone, changed = {}, set(), threading.Condition()
 
     def comm_of(k):
@@ -160,7 +160,7 @@ def charges(site):
 
 
 def check(sites, raised, lost, inside):
-    """Those who stayed hold the mean of those in the sum, and say who went away."""
+    """Require that the remaining sites hold the mean over the sum and name the dropped-out sites."""
     total = sum(head_of(sites[k]).noiseless_statistics for k in inside)
     for k, site in sites.items():
         if k == lost:
@@ -175,15 +175,15 @@ def check(sites, raised, lost, inside):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_hospital_that_goes_away_costs_the_others_nothing_more(tmp_path, phase):
-    sites, raised = together(tmp_path, at_a_table(phase, [2]))
+def test_a_hospital_that_drops_out_costs_the_others_no_extra_budget(tmp_path, phase):
+    sites, raised = together(tmp_path, make_exchange(phase, [2]))
     check(sites, raised, 2, [0, 1, 3] if phase in PHASES[:3] else [0, 1, 2, 3])
 
 
-def test_the_sum_is_charged_once_and_has_the_plans_noise_without_the_one_that_left(tmp_path):
+def test_the_sum_without_a_dropped_out_site_is_charged_once_and_has_the_plans_noise(tmp_path):
     noise = []
     for turn in range(12):
-        sites, raised = together(tmp_path / str(turn), at_a_table("sends", [3]), sigma=2.0)
+        sites, raised = together(tmp_path / str(turn), make_exchange("sends", [3]), sigma=2.0)
         assert set(raised) == {0, 1, 2, 3}
         assert [len(charges(sites[k])) for k in range(4)] == [1, 1, 1, 1]  # it was about to send
         head = head_of(sites[0])
@@ -196,9 +196,9 @@ def test_the_sum_is_charged_once_and_has_the_plans_noise_without_the_one_that_le
     assert [len(charges(site)) for site in left] == [1, 1, 1]
 
 
-def test_those_who_are_left_after_a_void_sum_begin_again_with_what_they_can_do_without(tmp_path):
-    """Three can do without none of them, so the noise is that of two honest ones again."""
-    sites, raised = together(tmp_path, at_a_table("votes", [2, 3]), sigma=2.0)
+def test_the_remaining_sites_restart_after_a_void_sum_with_a_smaller_tolerance(tmp_path):
+    """Three sites tolerate no dropout, so the noise is that of two honest sites again."""
+    sites, raised = together(tmp_path, make_exchange("votes", [2, 3]), sigma=2.0)
     assert len(raised) == 4
     left = [sites[k] for k in range(3)]
     aggregate_statistics(left, METHOD, LocalComm(4, running=range(3)), SCHEDULE, range(3), round_=1)
@@ -206,23 +206,23 @@ def test_those_who_are_left_after_a_void_sum_begin_again_with_what_they_can_do_w
     assert float(head_of(left[0]).released[-1]) == pytest.approx(2.0**2 / 2, rel=1e-3)
 
 
-def test_without_losses_it_is_the_sum_of_all(tmp_path):
-    sites, raised = together(tmp_path, at_a_table())
+def test_without_dropouts_the_result_is_the_sum_of_all_sites(tmp_path):
+    sites, raised = together(tmp_path, make_exchange())
     assert not raised
     total = sum(head_of(site).noiseless_statistics for site in sites.values())
     for site in sites.values():
         torch.testing.assert_close(head_of(site).sums[:-2].double() * 4, total, rtol=1e-5, atol=1e-4)
 
 
-def test_two_that_go_are_one_too_many_and_the_sum_is_void_and_charged(tmp_path):
-    sites, raised = together(tmp_path, at_a_table("tells whose messages", [2, 3]), sigma=2.0)
+def test_a_sum_with_more_dropouts_than_tolerated_is_void_and_charged(tmp_path):
+    sites, raised = together(tmp_path, make_exchange("tells whose messages", [2, 3]), sigma=2.0)
     for k in (0, 1):
         assert "the sum is void: 2 sites agree" in str(raised[k])
         assert len(charges(sites[k])) == 1 and int(head_of(sites[k]).n_sites) == 0
 
 
-def test_a_message_bound_to_others_is_not_counted(tmp_path):
-    """C3 tells C4 that C1's keys never came, so C4 masks with fewer: it holds no message that fits, nor others its."""
+def test_a_message_masked_for_another_set_of_sites_is_not_counted(tmp_path):
+    """C3 reports to C4 that C1's keys never arrived, so C4 masks with fewer sites, and its message fits no other."""
 
     def lies(comm, k):
         hand, told = comm.exchange_documents, []
@@ -236,14 +236,14 @@ def test_a_message_bound_to_others_is_not_counted(tmp_path):
         comm.exchange_documents = lying
         return comm
 
-    sites, raised = together(tmp_path, at_a_table(meddle=lies))
+    sites, raised = together(tmp_path, make_exchange(meddle=lies))
     for k, site in sites.items():
         assert "the sum is void: 0 of 4 sites are left" in str(raised[k])
         assert int(head_of(site).n_sites) == 0
 
 
-def test_what_is_handed_to_one_is_seen_by_no_other(tmp_path):
-    """Every share goes to its site alone: no parcel that one site was handed is in what another one was."""
+def test_a_share_for_one_site_is_never_in_the_parcel_of_another(tmp_path):
+    """Every share goes to one site only."""
     seen = {}
 
     def watch(comm, k):
@@ -256,7 +256,7 @@ def test_what_is_handed_to_one_is_seen_by_no_other(tmp_path):
         comm.exchange_documents = watched
         return comm
 
-    together(tmp_path, at_a_table(meddle=watch))
+    together(tmp_path, make_exchange(meddle=watch))
     shares = [one for k in seen for document in seen[k].values() for one in document["pieces"][2:]]
     assert len(shares) == len(set(shares)) == 4 * 3 * 2
     assert all(pair[0] == k for k in seen for pair in seen[k])

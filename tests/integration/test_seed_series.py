@@ -1,4 +1,4 @@
-"""`train --seeds`: a series of runs, completed by resuming any of them."""
+"""Tests of `train --seeds`: a series of runs, completed by resuming any of them."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def seeds_of(study):
     return [load_run_pipeline(path).train.seed for path in sorted(study.runs_path.glob("0*/config.toml"))]
 
 
-def test_a_series_is_one_run_per_seed_and_what_is_unusual_of_the_stores_is_said_once(pair, capsys):
+def test_a_series_is_one_run_per_seed_and_warnings_about_stores_appear_once(pair, capsys):
     document = series(pair, 3, "train.seed=4", "train.rounds=1", "tile.size_px=99")
     assert document["method"] == "regular" and document["seeds"] == [4, 5, 6] == seeds_of(pair)
     assert [run["run"] for run in document["runs"]] == [f"runs/0000{k}-regular-small" for k in (1, 2, 3)]
@@ -37,7 +37,7 @@ def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(pair):
 
 
 @pytest.mark.slow
-def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(pair, monkeypatch):
+def test_ctrl_c_between_two_runs_of_a_series_names_the_command_that_resumes(pair, monkeypatch):
     real = training.begin_run
 
     def begin(study, pipeline, *args, **kwargs):
@@ -53,7 +53,7 @@ def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(pair, monkeypatch)
     assert seeds_of(pair) == [0, 1]
 
 
-def test_the_command_line(pair, wsi_fl):
+def test_train_runs_a_series_of_seeds_from_the_command_line(pair, wsi_fl):
     def ran(*arguments):
         return wsi_fl("train", *arguments, cwd=pair.root)
 

@@ -1,4 +1,4 @@
-"""Slides as bags of features: their models by name, gradients, every method, restricted answers, predictions."""
+"""Tests of slides as bags of features: models, gradients, methods, restricted classes and predictions."""
 
 import json
 import pathlib
@@ -66,7 +66,7 @@ mpp = 1.0
 
 
 def write_mosaic(study, site, seed=0, *, classes=CLASSES, n_slides=12, d=D, encoder="densenet121 abc", only=None):
-    """A feature store whose features tell the class; every third slide is held out."""
+    """Write a feature store whose features depend on the class; every third slide is held out."""
     rng = np.random.default_rng(seed)
     label = np.arange(n_slides) % (len(classes) if only is None else only)
     kinds = [next((kind for kind, names in TYPES.items() if classes[c] in names), "") for c in label]
@@ -110,7 +110,7 @@ def bags(tmp_path):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """A study and a run that was evaluated."""
+    """A study and an evaluated run."""
     study = make_bag_study(tmp_path_factory.mktemp("bags") / "study")
     run = trained(study, "proxyfl", "train.rounds=12", OPEN)["run"]
     return study, run, evaluate(study, run)
@@ -123,7 +123,7 @@ def model_of(name, n_features=D, seed=0):
     return create_model(name, n_classes=3, shape=Bags(n_features), seed=seed)
 
 
-def unequal(d=D, lengths=LENGTHS, seed=0):
+def make_unequal_bags(d=D, lengths=LENGTHS, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.normal(size=(m, d)).astype(np.float32) for m in lengths]
 
@@ -133,8 +133,8 @@ def as_tensor(bags):
 
 
 @pytest.mark.parametrize("name", BAG_BUILDERS)
-def test_the_order_of_patches_and_the_company_of_other_bags_do_not_matter(name):
-    model, bags = model_of(name), unequal()
+def test_predictions_do_not_depend_on_patch_order_or_other_bags(name):
+    model, bags = model_of(name), make_unequal_bags()
     whole = model(as_tensor(bags))
     shuffled = [np.random.default_rng(3).permutation(bag) for bag in bags]
     assert (model(as_tensor(shuffled)) - whole).abs().max() < 1e-5
@@ -144,8 +144,8 @@ def test_the_order_of_patches_and_the_company_of_other_bags_do_not_matter(name):
 
 @pytest.mark.parametrize("garbage", [7.5, float("nan"), *nightly(float("inf"), -float("inf"))])
 @pytest.mark.parametrize("name", BAG_BUILDERS)
-def test_what_stands_under_the_mask_changes_nothing(name, garbage):
-    model, x = model_of(name), as_tensor(unequal())
+def test_masked_values_change_no_prediction(name, garbage):
+    model, x = model_of(name), as_tensor(make_unequal_bags())
     dirty = x.clone()
     dirty[..., :-1][x[..., -1] == 0] = garbage
     padded = torch.cat([dirty, torch.full((4, 5, D + 1), garbage)], dim=1)
@@ -160,7 +160,7 @@ def test_what_stands_under_the_mask_changes_nothing(name, garbage):
 
 
 @pytest.mark.parametrize("name", BAG_BUILDERS)
-def test_a_bag_of_padding_alone_and_a_bag_of_one_patch_have_answers(name):
+def test_a_bag_of_padding_and_a_bag_of_one_patch_have_predictions(name):
     model, x = model_of(name), torch.full((2, 3, D + 1), torch.nan)
     x[..., -1] = 0
     x[1, 1] = torch.tensor([1.0] * D + [1.0])
@@ -174,11 +174,11 @@ def test_a_bag_of_padding_alone_and_a_bag_of_one_patch_have_answers(name):
 @pytest.mark.parametrize("name", BAG_BUILDERS)
 @pytest.mark.parametrize("lengths", [LENGTHS, (9, 2, 17), (1, 1), (40, 3, 90)])
 def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, lengths, monkeypatch):
-    """By inner products and by gradients written down; of TransMIL also where it has landmarks."""
+    """Covers inner products, explicit gradients, and TransMIL with landmarks."""
     if lengths == (9, 2, 17):
         monkeypatch.setattr(mil, "_N_LANDMARKS", 4)
     torch.manual_seed(0)
-    model, x = model_of(name), as_tensor(unequal(lengths=lengths))
+    model, x = model_of(name), as_tensor(make_unequal_bags(lengths=lengths))
     assert model_origin(model) == "built-in"
     with torch.no_grad():
         for p in model.parameters():  # gains of 1 and biases of 0 hide the rest
@@ -187,8 +187,8 @@ def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, l
     compare(mode, model, x, torch.arange(len(x)) % 3)
 
 
-def test_bags_are_packed_the_same_from_memory_from_disk_and_joined():
-    bags, names = unequal(), np.array(list("abcd"))
+def test_bags_are_packed_the_same_from_memory_from_disk_and_concatenated():
+    bags, names = make_unequal_bags(), np.array(list("abcd"))
     table = BagTable(np.arange(4), np.full(4, ""), names, names, np.full(4, "train"))
     given = {"table": table, "allowed": np.ones((4, 4), bool), "n_features": D}
     held, read = (build_bag_examples(bags.__getitem__, **given, in_memory=kept) for kept in (True, False))
@@ -201,9 +201,9 @@ def test_bags_are_packed_the_same_from_memory_from_disk_and_joined():
     assert both.read(np.empty(0, np.int64)).shape == (0, 1, D + 1)
 
 
-def test_a_class_that_the_tumour_type_cannot_have_gets_nothing():
+def test_a_class_that_the_tumour_type_excludes_has_probability_zero():
     model = create_model("deepset", n_classes=4, shape=Bags(D), seed=0).eval()
-    bags = unequal()
+    bags = make_unequal_bags()
     kinds = np.array(["lung", "brain", "", "unheard of"])
     allowed = find_allowed_classes(kinds, CLASSES, TYPES)
     with torch.no_grad():
@@ -227,7 +227,7 @@ def test_methods_train_on_slides(bags, method):
     assert [row["n"] for row in document["sites"]] == [8, 8]
 
 
-def test_what_can_be_learned_is_learned(done):
+def test_training_learns_separable_classes(done):
     assert done[2]["merged"]["accuracy"]["mean"] > 0.9
 
 
@@ -239,18 +239,18 @@ def test_what_can_be_learned_is_learned(done):
         ({"classes": (*CLASSES, "MORE")}, ("S1 has", "MORE", "as the classes of its store")),
     ],
 )
-def test_sites_that_bring_something_else_are_named_in_one_line(bags, changed, words):
+def test_sites_with_differing_stores_are_named_in_one_line(bags, changed, words):
     write_mosaic(bags, "S1", seed=1, **changed)
     refused(lambda: trained(bags, "proxyfl"), "sites disagree", *words)
     refused(lambda: dry_run(bags, method="joint"), "sites disagree", *words)
     assert not list(bags.runs_path.glob("0*"))
 
 
-def test_of_more_than_two_classes_the_study_promises_nothing(bags):
+def test_a_dry_run_expects_no_accuracy_for_more_than_two_classes(bags):
     assert all(row["expected"] is None for row in dry_run(bags, method="proxyfl")["sites"])
 
 
-def test_missing_and_impossible_mosaics_say_what_to_do(bags):
+def test_missing_and_impossible_mosaics_are_refused_with_advice(bags):
     table, content = write_mosaic(bags, "S1", seed=1)
     with BagStore(bags.mosaic_path("S1")) as store:
         meta = store.meta
@@ -261,7 +261,7 @@ def test_missing_and_impossible_mosaics_say_what_to_do(bags):
     refused(lambda: trained(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError)
 
 
-def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
+def test_internal_external_and_tumour_type_scores_follow_from_the_predictions(done):
     study, name, document = done
     for row in document["sites"]:
         lines = answers(study.root / name, row["site"])
@@ -283,7 +283,7 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
 
 
 @pytest.mark.slow
-def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
+def test_a_diagnosis_of_a_single_site_is_trained_and_evaluated(tmp_path):
     study = make_bag_study(tmp_path / "study", only=3)
     write_mosaic(study, "S1", seed=1)
     document = evaluate(study, trained(study, "fedavg", OPEN)["run"])
@@ -326,7 +326,7 @@ def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path,
         assert "attention" not in patches[0]
 
 
-def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_path, wsi_fl):
+def test_predict_takes_slide_names_with_another_tumour_type_and_reports_unknown_ones(done, tmp_path, wsi_fl):
     study, name, _ = done
     arguments = ["predict", name, "--site", "S1", "--json", "--out", tmp_path]
     arguments += ["--slide", "S1_slide_0", "--tumor-type", "brain", "--slide", "X"]
@@ -348,7 +348,7 @@ def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_pa
     assert "none of that name among S1's mosaics" in document["failed"][0]["reason"]
 
 
-def test_patients_are_units_and_canaries_are_bags(bags):
+def test_patients_are_privacy_units_and_canaries_are_bags(bags):
     summary = trained(bags, "proxyfl", "privacy.unit=patient", "audit.canaries=10")
     for row, site in zip(summary["sites"], audit_run(bags, summary["run"])["sites"], strict=True):
         assert (row["n_train"], row["n_units"], row["unit"]) == (8, 18, "patient")
@@ -362,7 +362,7 @@ HEADS = ("abmil", "clam_sb", "transmil")
 
 @pytest.mark.parametrize("name", [*HEADS, "deepset_attention"])
 def test_attention_sums_to_one_over_the_patches_and_padding_has_none(name):
-    x = as_tensor([*unequal(), np.zeros((1, D), np.float32)])
+    x = as_tensor([*make_unequal_bags(), np.zeros((1, D), np.float32)])
     x[4, :, -1] = 0  # a bag without a patch
     x[..., :-1][x[..., -1] == 0] = torch.nan
     weights = model_of(name).patch_attention(x)
@@ -371,15 +371,15 @@ def test_attention_sums_to_one_over_the_patches_and_padding_has_none(name):
     assert model_of("deepset").patch_attention(x) is None
 
 
-def test_attention_is_what_the_answer_rests_on():
-    """ABMIL's answer is its last layer on the mean of the projected patches that attention weighs."""
-    model, x = model_of("abmil"), as_tensor(unequal())
+def test_a_prediction_rests_on_the_attention_weighted_patches():
+    """ABMIL's prediction is its last layer on the attention-weighted mean of the projected patches."""
+    model, x = model_of("abmil"), as_tensor(make_unequal_bags())
     weighted = (model.patch_attention(x).unsqueeze(2) * model.phi(x[..., :-1])).sum(1)
     torch.testing.assert_close(model(x), model.rho(weighted))
 
 
 def test_transmil_with_as_many_landmarks_as_patches_is_exact(monkeypatch):
-    model, x = model_of("transmil"), as_tensor(unequal(lengths=(9, 12)))
+    model, x = model_of("transmil"), as_tensor(make_unequal_bags(lengths=(9, 12)))
     exact = model(x)
     monkeypatch.setattr(mil, "_N_LANDMARKS", 12)
     torch.testing.assert_close(model(x), exact)
@@ -389,7 +389,7 @@ def test_transmil_with_as_many_landmarks_as_patches_is_exact(monkeypatch):
 
 def test_transmil_never_sees_padding_where_it_has_landmarks(monkeypatch):
     monkeypatch.setattr(mil, "_N_LANDMARKS", 4)
-    model, bags = model_of("transmil"), unequal(lengths=(9, 2, 17))
+    model, bags = model_of("transmil"), make_unequal_bags(lengths=(9, 2, 17))
     x = functional.pad(as_tensor(bags), (0, 0, 0, 11), value=torch.nan)
     x[:, 17:, -1] = 0
     x[..., :-1][x[..., -1] == 0] = torch.nan
@@ -400,7 +400,7 @@ def test_transmil_never_sees_padding_where_it_has_landmarks(monkeypatch):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_gradients_of_patients_are_means_over_their_slides(name):
-    model, x, y = model_of(name), as_tensor(unequal()), torch.arange(4) % 3
+    model, x, y = model_of(name), as_tensor(make_unequal_bags()), torch.arange(4) % 3
     parameters, patient = list(model.parameters()), torch.tensor([5, 2, 5, 5])
     means = []
     for one in (2, 5):
@@ -438,8 +438,8 @@ def test_attention_of_every_head_reaches_predict(tmp_path):
         assert attention.shape == (len(bag.features),) and attention.sum() == pytest.approx(1, abs=1e-5)
 
 
-def many(lengths=(3, 50, 20), d=2):
-    """Bags whose k-th patch is numbered k."""
+def make_numbered_bags(lengths=(3, 50, 20), d=2):
+    """Make bags whose k-th patch is numbered k."""
     bags = [np.stack([np.arange(m), np.full(m, m)], 1).astype(np.float32) for m in lengths]
     n, names = len(bags), np.array([f"s{m}" for m in lengths])
     table = BagTable(np.zeros(n, np.int64), np.full(n, ""), names, names, np.full(n, "train"))
@@ -447,32 +447,35 @@ def many(lengths=(3, 50, 20), d=2):
     return build_bag_examples(bags.__getitem__, table, np.ones((n, 2), bool), **given)
 
 
-def seen(examples, seed, rows=(0, 1, 2)):
-    """The numbers of the patches that a training step sees, by bag."""
+def list_drawn_patches(examples, seed, rows=(0, 1, 2)):
+    """Return the numbers of the patches in a training step, by bag."""
     draws = CipherStream.from_seed(seed)
     ((x, _),) = load_batches(examples, iter([np.array(rows)]), augment=None, device=CPU, draws=draws)
     return [bag[bag[:, -1] > 0][:, 0].int().tolist() for bag in x]
 
 
-def test_a_training_step_sees_some_patches_drawn_anew_and_predictions_all():
-    examples = sample_patches(many(), 10)
-    first, second = seen(examples, 1), seen(examples, 2)
+def test_a_training_step_samples_patches_afresh_and_predictions_use_all():
+    examples = sample_patches(make_numbered_bags(), 10)
+    first, second = list_drawn_patches(examples, 1), list_drawn_patches(examples, 2)
     assert [len(bag) for bag in first] == [3, 10, 10] and first[0] == [0, 1, 2]
     assert all(bag == sorted(set(bag)) for bag in first)
-    assert first == seen(examples, 1) and first[1:] != second[1:]
+    assert first == list_drawn_patches(examples, 1) and first[1:] != second[1:]
     assert examples.read(np.arange(3)).shape == (3, 50, 3)
 
 
-def test_every_patch_is_drawn_alike():
-    examples, counts = sample_patches(many((40,)), 10), np.zeros(40)
+def test_every_patch_is_equally_likely_to_be_drawn():
+    examples, counts = sample_patches(make_numbered_bags((40,)), 10), np.zeros(40)
     for seed in range(400):
-        counts[seen(examples, seed, [0])[0]] += 1
+        counts[list_drawn_patches(examples, seed, [0])[0]] += 1
     assert counts.sum() == 4000 and counts.min() > 60 and counts.max() < 145  # 100 each, ± 4.6 sd
 
 
-def test_what_is_seen_of_a_bag_does_not_depend_on_what_is_in_the_others():
-    """The promise of ε: one record changes one gradient."""
-    one, other = sample_patches(many((30, 50, 20)), 10), sample_patches(many((30, 7, 20)), 10)
+def test_the_patches_drawn_from_a_bag_do_not_depend_on_other_bags():
+    """ε requires that one record changes one gradient."""
+    one, other = (
+        sample_patches(make_numbered_bags((30, 50, 20)), 10),
+        sample_patches(make_numbered_bags((30, 7, 20)), 10),
+    )
     for seed in range(5):
-        a, b = seen(one, seed), seen(other, seed)
+        a, b = list_drawn_patches(one, seed), list_drawn_patches(other, seed)
         assert (a[0], a[2]) == (b[0], b[2])

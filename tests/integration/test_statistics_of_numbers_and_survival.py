@@ -1,4 +1,4 @@
-"""Letters for numbers and for the time of an event: what they protect, what is solved from them, the runs around it."""
+"""Tests of one-shot statistics for numbers and survival: privacy, the head solved from them, and runs."""
 
 import json
 
@@ -40,7 +40,7 @@ def oneshot(study, *overrides):
 
 
 def rows_of(task, n, seed, share=(0.0, 10.0)):
-    """Features of which the first three say the answer, up to chance; numbers within a share of the range."""
+    """Return features of which the first three determine the target up to noise; numbers fill a share of the range."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, D)).astype(np.float32)
     signal = x[:, :3].sum(1)
@@ -56,8 +56,8 @@ def empty(task):
     return SharedHead(1 if task.kind == "number" else len(ENDS), D, kind=task.kind, projection=8)
 
 
-def holding(task, x, truth, noise=0.0):
-    """A head whose site has these rows, and its letter with noise."""
+def make_head(task, x, truth, noise=0.0):
+    """Make a head of a site with these rows and its noisy statistics."""
     head, columns = empty(task), task.statistics_columns(torch.from_numpy(truth))
     z = head.embed_rows(torch.from_numpy(x))
     head.set_local_statistics(z, columns)
@@ -67,11 +67,11 @@ def holding(task, x, truth, noise=0.0):
     return head
 
 
-def said_by(head, task, x):
+def predict_values(head, task, x):
     return task.predict(head(torch.from_numpy(x))).double().numpy()
 
 
-def test_the_columns_of_survival_hold_all_that_the_likelihood_asks_of_a_patient():
+def test_survival_columns_are_sufficient_for_the_likelihood_of_a_patient():
     task, outputs = SurvivalTask(ENDS), torch.tensor([0.4, -1.0, 0.2], dtype=torch.float64)
     times = torch.tensor([0.0, 2.0, 3.0, 6.0, 8.0, 9.5, 12.0, 20.0, 24.0, 30.0])
     truth = torch.stack([times.repeat(2), torch.ones(20)], dim=1)
@@ -97,13 +97,13 @@ def test_the_sum_of_residuals_times_features_is_the_gradient_of_the_likelihood_w
     torch.testing.assert_close((model.information[columns][:, None] * z).mT @ z, curvature)
 
 
-def test_numbers_are_told_apart_by_their_place_in_the_range_and_clipped_to_it():
+def test_numbers_are_scaled_to_their_range_and_clipped():
     columns = NumberTask(10, 30).statistics_columns(torch.tensor([10.0, 15.0, 30.0, 99.0]))
     assert columns.tolist() == [0, 0.25, 1, 1]
     assert _number_baseline(torch.zeros(2, dtype=torch.float64)).offsets.tolist() == [0.5]
 
 
-def test_a_letter_of_classes_is_the_sum_and_number_of_the_rows_of_each_bit_for_bit():
+def test_class_statistics_are_the_sum_and_count_of_the_rows_of_each_class_bit_for_bit():
     rng = np.random.default_rng(0)
     z, y = torch.from_numpy(rng.normal(size=(500, D))), torch.from_numpy(rng.integers(0, 3, 500))
     sums = torch.zeros(3, D + 1, dtype=torch.float64)
@@ -113,7 +113,7 @@ def test_a_letter_of_classes_is_the_sum_and_number_of_the_rows_of_each_bit_for_b
 
 
 def extremes(task, n, seed):
-    """Rows whose answers reach every column, and whose features are tiny, huge, constant or broken."""
+    """Return rows whose targets reach every column and whose features are tiny, huge, constant or broken."""
     rng = np.random.default_rng(seed)
     x = (rng.normal(size=(n, D)) * rng.choice([1e-3, 1, 1e3], n)[:, None]).astype(np.float32)
     x[0], x[1, 0] = 0, np.inf
@@ -130,7 +130,7 @@ def letter_of(dp, head, task, rows, *whose):
 
 
 @EACH
-def test_a_row_changes_the_letter_by_at_most_one(task):
+def test_a_row_changes_the_statistics_by_at_most_one(task):
     (x, truth), how = extremes(task, 60, 0), (NoisyStatistics(1.0, 1.0, 60), empty(task), task)
     whole = letter_of(*how, (x, truth))
     without = (letter_of(*how, (np.delete(x, k, 0), np.delete(truth, k, 0))) for k in range(60))
@@ -139,7 +139,7 @@ def test_a_row_changes_the_letter_by_at_most_one(task):
 
 
 @EACH
-def test_a_patient_changes_the_letter_by_at_most_one_however_many_rows_it_has(task):
+def test_a_patient_changes_the_statistics_by_at_most_one_for_any_number_of_rows(task):
     (x, truth), head, dp = extremes(task, 90, 1), empty(task), NoisyStatistics(1.0, 1.0, 4, "patient")
     patient = np.repeat([0, 1, 2, 3], [70, 15, 4, 1])
 
@@ -156,7 +156,7 @@ def test_a_patient_changes_the_letter_by_at_most_one_however_many_rows_it_has(ta
 
 
 @EACH
-def test_what_leaves_has_noise_in_every_number(task):
+def test_released_statistics_have_noise_in_every_number(task):
     (x, truth), head, dp = rows_of(task, 40, 0), empty(task), DPSettings(50.0, 1.0, 40)
     learner = Learner(head, lr=1.0, weight_decay=0.0, device=torch.device("cpu"), dp=dp, task=task)
     batch, drawn = (torch.from_numpy(x), torch.from_numpy(truth)), []
@@ -172,8 +172,8 @@ def test_what_leaves_has_noise_in_every_number(task):
 
 
 @EACH
-def test_honest_letters_of_numbers_and_times_are_believed_and_forged_ones_are_not(task):
-    head = holding(task, *extremes(task, 60, 0), noise=2.0)
+def test_honest_statistics_of_numbers_and_times_are_accepted_and_forged_ones_refused(task):
+    head = make_head(task, *extremes(task, 60, 0), noise=2.0)
     refusals = 0
     for _ in range(500):
         sums, variances = head.weight_by_precision(
@@ -191,61 +191,61 @@ def test_honest_letters_of_numbers_and_times_are_believed_and_forged_ones_are_no
     assert not explain_invalid_statistics(head, letter, 70, 2.0)  # ten rows are held out of those that n counts
 
 
-def test_with_many_rows_a_number_is_what_linear_regression_says():
+def test_with_many_rows_a_number_is_predicted_as_by_linear_regression():
     task = TASKS[0]
     (x, truth), (more, _) = rows_of(task, 8000, 0), rows_of(task, 200, 1)
-    head = holding(task, x, truth)
+    head = make_head(task, x, truth)
     z, asked = (head.embed_rows(torch.from_numpy(rows)).numpy() for rows in (x, more))
     wanted = LinearRegression().fit(z, truth).predict(asked)
-    assert np.abs(said_by(head, task, more)[:, 0] - wanted).max() < 0.15 * wanted.std()
+    assert np.abs(predict_values(head, task, more)[:, 0] - wanted).max() < 0.15 * wanted.std()
 
 
 @EACH
-def test_letters_without_noise_are_as_good_as_all_rows_in_one_place(task):
+def test_statistics_without_noise_are_as_good_as_pooled_rows(task):
     (xa, ya), (xb, yb) = rows_of(task, 150, 0), rows_of(task, 250, 1)
-    heads = [holding(task, xa, ya), holding(task, xb, yb)]
+    heads = [make_head(task, xa, ya), make_head(task, xb, yb)]
     SharedHead.combine(heads)
-    together = holding(task, np.concatenate([xa, xb]), np.concatenate([ya, yb]))
+    together = make_head(task, np.concatenate([xa, xb]), np.concatenate([ya, yb]))
     asked = rows_of(task, 100, 2)[0]
-    wanted, (_, middle, model, worth) = said_by(together, task, asked)[:, 0], together.newton_step()
+    wanted, (_, middle, model, worth) = predict_values(together, task, asked)[:, 0], together.newton_step()
     for head in heads:  # all but the covariance, which is of the own rows
         _, own_middle, own_model, own_worth = head.newton_step()
         torch.testing.assert_close(own_middle, middle, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(own_model.offsets, model.offsets, rtol=1e-4, atol=1e-5)
         assert float(own_worth[1]) == pytest.approx(float(worth[1]), rel=1e-4)
-        assert np.corrcoef(said_by(head, task, asked)[:, 0], wanted)[0, 1] > 0.95
+        assert np.corrcoef(predict_values(head, task, asked)[:, 0], wanted)[0, 1] > 0.95
 
 
 @EACH
-def test_others_count_as_far_as_their_noise_lets_them(task):
+def test_statistics_of_other_sites_are_weighted_by_their_noise(task):
     torch.manual_seed(0)
     (xa, ya), (xb, yb), asked = rows_of(task, 60, 0), rows_of(task, 600, 1), rows_of(task, 50, 2)[0]
-    alone, worth = holding(task, xa, ya), []
+    alone, worth = make_head(task, xa, ya), []
     for noise in (0.0, 3.0, 30.0, 1e5):
-        head, other = holding(task, xa, ya), holding(task, xb, yb, noise)
+        head, other = make_head(task, xa, ya), make_head(task, xb, yb, noise)
         SharedHead.combine([head, other])
         worth.append(head.effective_sample_sizes()[1])
     assert worth == sorted(worth, reverse=True) and worth[0] > 8 * worth[-1]
-    np.testing.assert_allclose(said_by(head, task, asked), said_by(alone, task, asked), rtol=0.1)
+    np.testing.assert_allclose(predict_values(head, task, asked), predict_values(alone, task, asked), rtol=0.1)
 
 
-def test_a_hospital_that_sees_low_numbers_alone_learns_the_line_from_the_others():
+def test_a_hospital_with_low_numbers_only_learns_the_line_from_the_others():
     task, errors = TASKS[0], {}
     (xa, ya), (xb, yb) = rows_of(task, 400, 0), rows_of(task, 400, 1)
     low, high = (xa[ya < 5], ya[ya < 5]), (xb[yb > 5], yb[yb > 5])
     asked, truth = rows_of(task, 400, 2)
-    for name, others in (("alone", []), ("joined", [holding(task, *high, 1.0)])):
+    for name, others in (("alone", []), ("joined", [make_head(task, *high, 1.0)])):
         torch.manual_seed(0)
-        head = holding(task, *low)
+        head = make_head(task, *low)
         SharedHead.combine([head, *others])
-        errors[name] = np.square(said_by(head, task, asked)[:, 0] - truth).mean()
+        errors[name] = np.square(predict_values(head, task, asked)[:, 0] - truth).mean()
     assert errors["joined"] < 0.7 * errors["alone"]
 
 
 @EACH
-def test_what_follows_from_letters_alone_is_the_same_for_all_and_a_head_of_none_knows_nothing(task):
+def test_a_head_of_released_statistics_is_the_same_everywhere_and_uninformative_without_any(task):
     (xa, ya), (xb, yb) = rows_of(task, 80, 0), rows_of(task, 80, 1)
-    heads = [holding(task, xa, ya, 0.5), holding(task, xb, yb, 0.5)]
+    heads = [make_head(task, xa, ya, 0.5), make_head(task, xb, yb, 0.5)]
     SharedHead.combine(heads)
     first, second = (head.solve_released_head()(torch.from_numpy(xa)) for head in heads)
     torch.testing.assert_close(first, second)
@@ -253,7 +253,7 @@ def test_what_follows_from_letters_alone_is_the_same_for_all_and_a_head_of_none_
     np.testing.assert_allclose(guess, np.tile(task.baseline_prediction(len(guess[0])), (80, 1)), rtol=1e-6)
 
 
-def test_the_lone_head_of_a_number_is_a_ridge_whose_strength_held_out_patients_chose():
+def test_the_local_head_of_a_number_is_a_ridge_tuned_on_held_out_patients():
     task, (x, truth) = TASKS[0], rows_of(TASKS[0], 300, 0)
     names = np.array([f"p{k // 2}" for k in range(300)])
     found = fit_linear_head(x, truth, names, 1, task)
@@ -265,7 +265,7 @@ def test_the_lone_head_of_a_number_is_a_ridge_whose_strength_held_out_patients_c
     assert task.compute_scores(luck.held_out, truth[:40])["r2"] < 0.2
 
 
-def test_the_lone_head_of_survival_finds_the_slope_and_the_share_without_the_event():
+def test_the_local_head_of_survival_finds_the_slope_and_the_event_free_share():
     task = SurvivalTask(ENDS)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4000, 3))
@@ -284,7 +284,7 @@ def test_the_lone_head_of_survival_finds_the_slope_and_the_share_without_the_eve
 
 
 @EACH
-def test_a_mixture_that_does_worse_than_the_lone_head_is_noticed(task):
+def test_an_ensemble_worse_than_the_local_head_is_noticed(task):
     x, truth = rows_of(task, 200, 0)
     k = 1 if task.kind == "number" else 3
     own = fit_linear_head(x, truth, np.full(200, ""), k, task).held_out
@@ -302,7 +302,7 @@ def study(tmp_path):
 
 
 @TARGETS
-def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, target):
+def test_a_study_trains_and_evaluates_from_files_as_in_one_process(tmp_path, target):
     study = make(tmp_path / "study", n_sites=2)
     exact = [*target, OPEN, "model.projection=8"]
     together = oneshot(study, *exact)
@@ -329,7 +329,7 @@ def test_a_study_trains_and_evaluates_by_files_as_in_one_process(tmp_path, targe
 
 
 @TARGETS
-def test_a_release_costs_what_one_gaussian_mechanism_costs_and_fits_no_other_question(tmp_path, target):
+def test_a_release_costs_one_gaussian_mechanism_and_fits_no_other_target(tmp_path, target):
     study = make(tmp_path / "study", n_sites=1)
     accounting = pytest.importorskip("dp_accounting")
     row, *_ = release_statistics(study, site="S0", overrides=[*target, *HOW])["sites"]
@@ -343,7 +343,7 @@ def test_a_release_costs_what_one_gaussian_mechanism_costs_and_fits_no_other_que
     refused(lambda: release_statistics(study, site="S0", overrides=[*other, *HOW]), "put the settings back")
 
 
-def test_a_plan_says_how_large_such_a_letter_is(study):
+def test_a_plan_states_the_size_of_the_statistics(study):
     for target, kind, columns, outputs in ((NUMBER, "number", 2, 1), (SURVIVAL, "survival", 9, 4)):
         pipeline = study.load_pipeline("q", [*target, *HOW])
         with RunContext.create(study, pipeline, "oneshot") as party:
@@ -355,7 +355,7 @@ def test_a_plan_says_how_large_such_a_letter_is(study):
         assert _list_settings(pipeline) != _list_settings(other)  # what the preflight compares
 
 
-def test_shared_noise_carries_a_number_too_and_its_letter_is_agreed_on(study):
+def test_distributed_noise_works_for_a_number_and_the_sites_agree_on_its_statistics(study):
     shared = [*NUMBER, *HOW, "privacy.noise=shared", "privacy.unit=patient"]
     assert {row["model"] for row in evaluate(study, oneshot(study, *shared))["sites"]} == {"ensemble"}
     wrong = study.release_path("S0")
@@ -366,7 +366,7 @@ def test_shared_noise_carries_a_number_too_and_its_letter_is_agreed_on(study):
     refused(lambda: oneshot(study, *by_files), "S0", error=WsiFlError)
 
 
-def test_a_receiver_is_told_numbers_and_times_and_lends_none(study):
+def test_an_inference_only_site_receives_numbers_and_times_and_contributes_none(study):
     file = study.root / "sites/S2.toml"
     for target, truth in ((NUMBER, ["truth"]), (SURVIVAL, ["time", "event"])):
         for site in ("S0", "S1"):

@@ -1,4 +1,4 @@
-"""A target ε: every site's own batch size and noise, an account that ends at the target, and what counts towards it."""
+"""Tests of a target ε: batch size and noise of each site, the account at the end, and past releases."""
 
 import json
 
@@ -21,8 +21,8 @@ ROUNDS = "train.rounds=4"
 
 
 @pytest.fixture(scope="module")
-def uneven(tmp_path_factory):
-    """Three sites of unlike size, one with a δ of its own."""
+def uneven_sites(tmp_path_factory):
+    """Three sites of unequal size, one with a separate δ."""
     study = make_study(tmp_path_factory.mktemp("target") / "study", n_sites=3)
     write_store(study, "S1", n_per_slide=60)
     edit(site_file(study, "S2"), more="delta = 1e-3\n")
@@ -31,7 +31,7 @@ def uneven(tmp_path_factory):
 
 @pytest.fixture
 def settings(pair):
-    """(pipeline, one of its sites with what changes) of a study."""
+    """(pipeline, function that makes a site file with changes) of a study."""
     pipeline = pair.load_pipeline("small", [TARGET, ROUNDS, "privacy.delta=1e-5"])
     return pipeline, lambda **changes: pair.load_site("S0").model_copy(update=changes)
 
@@ -42,14 +42,14 @@ def run(study, *overrides, method="proxyfl"):
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("method", ["proxyfl", *nightly("regular", "joint")])
-def test_every_site_ends_at_the_target_and_never_above(uneven, method):
-    summary = run(uneven, method=method)
-    plans = {row["site"]: row for row in dry_run(uneven, method=method, overrides=[TARGET, ROUNDS])["sites"]}
+def test_every_site_ends_at_the_target_and_never_above(uneven_sites, method):
+    summary = run(uneven_sites, method=method)
+    plans = {row["site"]: row for row in dry_run(uneven_sites, method=method, overrides=[TARGET, ROUNDS])["sites"]}
     rows = {row["site"]: row for row in summary["sites"]}
-    page = write_report(uneven, summary["run"]).read_text()
+    page = write_report(uneven_sites, summary["run"]).read_text()
     for site, row in rows.items():
         assert 2.95 < row["epsilon"] <= 3.0
-        lines = map(json.loads, uneven.ledger_path(site).read_text().splitlines())
+        lines = map(json.loads, uneven_sites.ledger_path(site).read_text().splitlines())
         of_run = [line for line in lines if line["run"].split()[0] in summary["run"] and line.get("mechanism")]
         mechanisms = [Mechanism(**line["mechanism"]) for line in of_run]
         assert len(mechanisms) == 4 and row["epsilon"] == epsilon(mechanisms, row["delta"])
@@ -58,17 +58,17 @@ def test_every_site_ends_at_the_target_and_never_above(uneven, method):
         assert {one.sigma for one in mechanisms} == {row["sigma"]}
         assert all(plans[site][key] == row[key] for key in ("sigma", "batch_size"))
         assert plans[site]["epsilon"] == pytest.approx(row["epsilon"])
-        kept = uneven.root / summary["run"] / "sites" / site / "ledger.json"
+        kept = uneven_sites.root / summary["run"] / "sites" / site / "ledger.json"
         assert json.loads(kept.read_text())["epsilon"] == row["epsilon"]
         assert f"<td>{row['batch_size']}</td>" in page
     assert rows["S2"]["sigma"] < rows["S0"]["sigma"]  # its δ asks for less
     assert (rows["S0"]["batch_size"] == rows["S1"]["batch_size"]) is (method == "joint")
-    found = FinishedRun.load(uneven.root / summary["run"])  # `compare` names the target and not what it replaces
+    found = FinishedRun.load(uneven_sites.root / summary["run"])  # `compare` names the target and not what it replaces
     assert found.dp and found.settings["privacy.target_epsilon"] == 3.0
     assert not {"privacy.sigma", "train.batch_size"} & found.settings.keys()
 
 
-def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
+def test_sites_learn_with_the_noise_that_is_accounted_for(uneven_sites, monkeypatch):
     made, learner = [], build_sites.Learner
 
     def noted(model, *, dp, **kwargs):
@@ -77,11 +77,11 @@ def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
         return learner(model, dp=dp, **kwargs)
 
     monkeypatch.setattr(build_sites, "Learner", noted)
-    rows = dry_run(uneven, method="proxyfl", overrides=[TARGET, ROUNDS])["sites"]
+    rows = dry_run(uneven_sites, method="proxyfl", overrides=[TARGET, ROUNDS])["sites"]
     assert made == [(row["sigma"], row["batch_size"]) for row in rows]
 
 
-def test_the_plan_is_made_once_and_survives_a_restart(pair, monkeypatch):
+def test_the_privacy_plan_is_made_once_and_survives_a_restart(pair, monkeypatch):
     with interrupted_after(4):
         run(pair)
     monkeypatch.setattr(privacy_account, "plan_round", lambda *_, **__: pytest.fail("planned again"))
@@ -99,7 +99,7 @@ def test_the_smaller_of_target_and_max_epsilon_binds(settings):
 
 
 @pytest.mark.slow
-def test_what_was_spent_before_counts_and_a_real_site_has_one_life(settings):
+def test_past_releases_count_and_a_real_site_has_one_lifetime_budget(settings):
     pipeline, site = settings
     sums, runs = [Mechanism(8.0, 1.0, 1.0, 1)], [Mechanism(1.4, 0.7, 0.2, 60)]
     after = [plan_round(site(), pipeline, 36, spent=sums)] * 4
@@ -112,7 +112,7 @@ def test_what_was_spent_before_counts_and_a_real_site_has_one_life(settings):
     refused(lambda: plan_round(over, pipeline, 36, past=runs), words, "max_epsilon")
 
 
-def test_a_real_site_spends_the_rest_of_its_life_and_no_more(tmp_path):
+def test_a_real_site_spends_at_most_the_rest_of_its_lifetime_budget(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1, site_extra=REAL.replace("50.0", "4.0"))
     first, second = (run(study)["sites"][0] for _ in range(2))
     assert first["epsilon"] > 2.95 > second["epsilon"]
@@ -120,7 +120,7 @@ def test_a_real_site_spends_the_rest_of_its_life_and_no_more(tmp_path):
     refused(lambda: run(study), "site S0: no noise level reaches epsilon 4")
 
 
-def test_terms_say_what_a_site_file_and_a_pipeline_say(settings):
+def test_privacy_terms_follow_the_site_file_and_the_pipeline(settings):
     pipeline, site = settings
     terms = build_terms(site(max_epsilon=2.0), pipeline, "guaranteed")
     found = (terms.delta, terms.max_epsilon, terms.lifetime, terms.guarantee)
@@ -129,7 +129,7 @@ def test_terms_say_what_a_site_file_and_a_pipeline_say(settings):
     assert build_terms(site(real=True), pipeline, "none").lifetime
 
 
-def test_the_plan_is_kept_without_a_target_too(pair):
+def test_the_privacy_plan_is_kept_without_a_target_too(pair):
     summary = train(pair, method="proxyfl", overrides=["train.rounds=1"], backend="local")
     kept = RunFolder(pair.root / summary["run"]).site_folder("S0").read_document("plan")
     assert (kept["n"], kept["batch_size"], kept["sigma"], kept["steps"]) == (36, 18, 1.4, 2)

@@ -1,4 +1,4 @@
-"""TCGA: barcodes, institutions, manifests, clinical tables, and the study that `init` makes of an archive."""
+"""Tests of TCGA archives: barcodes, institutions, manifests, clinical tables and the study made by `init`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_clinical(path: Path, cases=CASES, header=HEADER, extra=()) -> Path:
 
 
 def write_manifest(archive: Path, *more: str) -> Path:
-    """Of all slides that are there, and of others of five bytes."""
+    """Write a manifest of all existing slides and of further ones of five bytes."""
     slides = sorted(archive.rglob("*.svs"))
     rows = [(path.parent.name, path.name, str(path.stat().st_size)) for path in slides]
     rows += [("x", name, "5") for name in more]
@@ -94,7 +94,7 @@ def read(archive: Path, *site: str, **more):
     return read_site("tcga", sources(archive, *site, **more))
 
 
-def unread(archive: Path, *words: str, **more) -> None:
+def list_excluded(archive: Path, *words: str, **more) -> None:
     refused(lambda: read(archive, **more), *words)
 
 
@@ -139,7 +139,7 @@ def test_an_archive_is_recognised_and_grouped(archive, tmp_path):
     assert [site.name for site in by_code] == [f"tcga-{code}" for code in codes]
 
 
-def test_a_table_of_source_sites_names_the_others(archive, tmp_path):
+def test_a_table_of_source_sites_names_unknown_institutions(archive, tmp_path):
     codes = tmp_path / "codes.csv"
     codes.write_text('"TSS Code","Source Site","Study Name"\n"NA","Duke University","x"\n"B6","Duke","y"\n')
     assert "tcga-duke" in [site.name for site in list_sites(archive, "tcga", codes=codes)]
@@ -160,15 +160,15 @@ def test_slides_are_labelled_with_their_patients_diagnosis(archive):
         assert record.slide == record.path.stem and "-DX1." in record.slide
 
 
-def test_other_kinds_of_slides_are_taken_when_asked(archive):
+def test_other_kinds_of_slides_are_included_on_request(archive):
     add(archive, slide_name("TCGA-BH-A001", "BS1", "11A-01", 60))
     records, aside = read(archive, slide_types=("TS", "BS"))
     assert len(records) == 3 and all("-TS1." in record.slide for record in records)
     assert [one.reason for one in aside] == ["not a slide of a tumour (sample type 11)"]
-    unread(archive, "none of its 7 slides", "MS", slide_types=("MS",))
+    list_excluded(archive, "none of its 7 slides", "MS", slide_types=("MS",))
 
 
-def test_slides_without_a_diagnosis_are_set_aside(archive):
+def test_slides_without_a_diagnosis_are_excluded(archive):
     cases = {k: v for k, v in CASES.items() if k != "TCGA-BH-A001"}
     write_clinical(archive / "clinical.tsv", cases | {"TCGA-34-2600": ("TCGA-LUSC", "Lung", "'--")})
     add(archive, "TCGA-BH-strange.svs")
@@ -180,13 +180,13 @@ def test_slides_without_a_diagnosis_are_set_aside(archive):
         "not named by a TCGA barcode",
     ]
     write_clinical(archive / "clinical.tsv", {"TCGA-XX-0000": ("p", "t", "d")})
-    unread(archive, "none of its slides", "is not in clinical.tsv")
+    list_excluded(archive, "none of its slides", "is not in clinical.tsv")
 
 
-def test_columns_may_be_called_otherwise_and_rows_repeated(archive):
+def test_columns_may_have_other_names_and_rows_may_repeat(archive):
     write_clinical(archive / "clinical.tsv", header=("who", "project", "organ", "what"))
-    unread(archive, "'bcr_patient_barcode'", "--column patient=")
-    unread(archive, "column 'nothing' is missing", columns={"diagnosis": "nothing"})
+    list_excluded(archive, "'bcr_patient_barcode'", "--column patient=")
+    list_excluded(archive, "column 'nothing' is missing", columns={"diagnosis": "nothing"})
     columns = {"patient": "who", "diagnosis": "what"}
     records, _ = read(archive, columns=columns | {"tumor_type": "organ"})
     assert [record.tumor_type for record in records] == ["Lung", "Breast", "Breast"]
@@ -205,13 +205,13 @@ def test_rows_that_contradict_each_other_are_refused(archive, tmp_path):
         (("TCGA-BRCA", "Ovary", DUCTAL), ("'Breast' and 'Ovary'",)),
     ):
         write_clinical(archive / "clinical.tsv", extra=[("TCGA-BH-A001", *row)])
-        unread(archive, "TCGA-BH-A001", "contradict", *words)
+        list_excluded(archive, "TCGA-BH-A001", "contradict", *words)
         assert len(read(archive, "tcga-indivumed")[0]) == 2
     refused(lambda: init_study(tmp_path / "s", archive=archive), "TCGA-BH-A001")
     assert not (tmp_path / "s").exists()
 
 
-def test_slides_that_are_not_what_the_manifest_says_are_set_aside(archive):
+def test_slides_that_differ_from_the_manifest_are_excluded(archive):
     short, unsaid = (add(archive, slide_name("TCGA-BH-A001", f"DX{n}", number=n)) for n in (2, 3))
     absent = slide_name("TCGA-BH-A009", number=9)
     others = slide_name("TCGA-BH-A010", "TS1", "01A-01"), slide_name("TCGA-A8-A011")  # frozen, and foreign
@@ -228,7 +228,7 @@ def test_slides_that_are_not_what_the_manifest_says_are_set_aside(archive):
     assert len(found) == 2 and all("\n" not in reason for reason in found.values())
 
 
-def test_manifest_of_a_site_file_must_be_there_and_be_one(archive):
+def test_the_manifest_of_a_site_file_must_exist_and_be_valid(archive):
     good = vars(sources(archive))
 
     def unread(*words, read=read_site, layout="tcga", **change):
@@ -242,7 +242,7 @@ def test_manifest_of_a_site_file_must_be_there_and_be_one(archive):
     unread("manifest is for layout tcga", read=list_site, layout="generic", manifests=("x",))
 
 
-def test_study_of_an_archive_agrees_on_its_subtypes(archive, tmp_path):
+def test_the_sites_of_an_archive_study_agree_on_its_subtypes(archive, tmp_path):
     manifest = write_manifest(archive)
     add(archive, slide_name("TCGA-E9-A0XX"))  # no clinical row
     document = init_study(tmp_path / "study", archive=archive)
@@ -269,7 +269,7 @@ def test_study_of_an_archive_agrees_on_its_subtypes(archive, tmp_path):
     assert len(records) == 3 and aside == []
 
 
-def test_options_of_an_archive_and_their_mistakes(archive, tmp_path):
+def test_options_of_an_archive_are_checked(archive, tmp_path):
     clinical = write_clinical(tmp_path / "cases.tsv", header=("who", "project", "tumor_type", "what"))
     columns = ("patient=who", "diagnosis = what")
     study = Study(tmp_path / "study")
@@ -315,7 +315,7 @@ def test_generic_archives_may_have_diagnoses(tmp_path):
 
 
 def paint(path: Path, seed: int) -> None:
-    """A slide with a patch of tissue on white glass, named as TCGA does."""
+    """Write a slide with a patch of tissue on white glass under a TCGA name."""
     rng = np.random.default_rng(seed)
     pixels = np.full((256, 256, 3), 244, np.uint8)
     pixels[32:224, 32:224] = np.array([180, 110, 160]) + rng.integers(-25, 25, (192, 192, 3))
@@ -323,7 +323,7 @@ def paint(path: Path, seed: int) -> None:
     write_pyramid(path, pixels, 1.0)
 
 
-def test_command_makes_a_study_whose_slides_can_be_read(tmp_path, wsi_fl):
+def test_init_creates_a_study_with_readable_slides(tmp_path, wsi_fl):
     archive = tmp_path / "TCGA"
     for number, patient in enumerate(("TCGA-BH-A001", "TCGA-34-2600", "TCGA-A8-A003")):
         paint(archive / f"id-{number}" / slide_name(patient, number=number), number)

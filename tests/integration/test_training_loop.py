@@ -1,4 +1,4 @@
-"""The one loop, in process: what its methods are worth at their limits, and what it costs and sends."""
+"""Tests of the training loop in one process: limiting cases, privacy cost, messages and resumption."""
 
 import shutil
 from itertools import pairwise
@@ -36,7 +36,7 @@ def run(study, method="proxyfl", *overrides):
     return run_of(study, method, *overrides)
 
 
-def test_without_alpha_the_private_model_trains_as_if_alone(pair):
+def test_without_alpha_the_private_model_trains_as_a_local_model(pair):
     alone = run(pair, "regular", OPEN)
     deaf = run(pair, "proxyfl", OPEN, "train.alpha=0.0")
     listening = run(pair, "proxyfl", OPEN, "train.alpha=0.3")
@@ -46,7 +46,7 @@ def test_without_alpha_the_private_model_trains_as_if_alone(pair):
 
 
 @pytest.mark.parametrize("augment", ["flips", *nightly("none")])
-def test_one_site_alone_is_a_loop_that_one_would_write_by_hand(tmp_path, augment):
+def test_a_single_site_trains_as_a_hand_written_loop(tmp_path, augment):
     study = make_study(tmp_path / "one", n_sites=1)
     path = run(study, "regular", OPEN, f"train.augment={augment}", "train.epochs_per_round=2")
     store = open_store(study, "S0")
@@ -104,7 +104,7 @@ def test_epsilon_messages_and_bytes_of_every_round(pair):
     assert {(line["messages"], line["bytes"]) for line in metrics(alone, "S1")} == {(0, 0)}
 
 
-def test_noise_is_never_the_same_unless_a_test_asks_for_it(pair):
+def test_noise_never_repeats_unless_a_test_fixes_its_seed(pair):
     def twice(*overrides):
         return [model(run(pair, "proxyfl", "train.rounds=1", *overrides), "S0", "proxy") for _ in range(2)]
 
@@ -112,7 +112,7 @@ def test_noise_is_never_the_same_unless_a_test_asks_for_it(pair):
     assert same(*twice(SEEDED))
 
 
-def test_half_of_ones_own_weight_is_the_mean_of_two_neighbours(study):
+def test_a_self_weight_of_one_half_gives_the_mean_of_two_neighbours(study):
     path = run(study, "proxyfl", OPEN, "topology.self_weight=0.5", "train.rounds=2")
     states = [path / "sites" / f"S{k}" / "state" / "round_00002.safetensors" for k in range(4)]
     sent = [load_file(state)["push/x"] for state in states]
@@ -124,9 +124,9 @@ def test_half_of_ones_own_weight_is_the_mean_of_two_neighbours(study):
 
 
 @pytest.mark.parametrize("method", ["regular", "proxyfl"])
-def test_a_model_that_diverges_says_so(pair, method, monkeypatch):
+def test_a_diverging_model_is_reported(pair, method, monkeypatch):
     class Wild(torch.optim.Adam):
-        """Goes further than a pipeline may."""
+        """An optimiser with a learning rate above the allowed range."""
 
         def __init__(self, parameters, lr, **given):
             super().__init__(parameters, lr=1e30, **given)
@@ -137,7 +137,7 @@ def test_a_model_that_diverges_says_so(pair, method, monkeypatch):
         run(pair, method, OPEN)
 
 
-def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(pair):
+def test_an_interrupted_run_resumes_to_the_same_models_and_account(pair):
     whole = run(pair, "proxyfl", SEEDED)
     for module, name in (
         (loop, "write_checkpoint"),
@@ -197,7 +197,7 @@ def test_a_real_site_sends_nothing_unprotected_unless_its_file_allows_it(tmp_pat
 
 
 @pytest.mark.parametrize(("override", "secret"), [("privacy.enabled=true", True), (OPEN, False), (SEEDED, False)])
-def test_augmentation_is_secret_wherever_epsilon_is_promised(pair, monkeypatch, override, secret):
+def test_augmentation_is_secret_wherever_epsilon_is_guaranteed(pair, monkeypatch, override, secret):
     seeds = []
     monkeypatch.setattr(build_sites, "build_augmentation", lambda name, views: seeds.append(views.randbelow(2**62)))
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_augmentation_is_secret_wherever_epsilon_is_promised(pair, monkeypatch, 
     assert (seeds[:4] == seeds[4:]) is not secret
 
 
-def test_a_graph_of_too_many_hops_is_refused_before_anything_begins(study, monkeypatch):
+def test_a_graph_of_too_many_hops_is_refused_before_training(study, monkeypatch):
     six = TOPOLOGIES["ring"](0)
     monkeypatch.setitem(TOPOLOGIES, "six", lambda seed: lambda *arguments: six(*arguments) * 6)
     with pytest.raises(UsageError, match="the graph of round 1 has 6 hops; at most 5"):

@@ -1,4 +1,4 @@
-"""A file that cannot be read now is not damaged, and nobody is told to make it again."""
+"""Tests that a temporarily unreadable file is reported as in use and not as damaged."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ HOLD = "import h5py, sys; f = h5py.File(sys.argv[1], 'a'); print('held', flush=T
 
 @contextmanager
 def hold_open(path):
-    """Within it another process has a file open for writing, as a notebook does."""
+    """Keep a file open for writing in another process, as a notebook does."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], **pipes) as other:
         other.stdout.readline()
@@ -37,20 +37,20 @@ def hold_open(path):
 
 
 @pytest.fixture
-def imported(tmp_path):
+def imported_study(tmp_path):
     study = features_study(tmp_path / "study", "A")
     bring(study, "A", tmp_path / "bags", {f"s{k}": (f"p{k}", draw_features(k)) for k in range(4)})
     return study
 
 
-def test_an_imported_store_that_a_notebook_holds_is_in_use_and_whole_afterwards(imported, wsi_fl):
-    with hold_open(imported.mosaic_path("A")):
-        checked = wsi_fl("check", "--site", "A", cwd=imported.root)
-        trained = wsi_fl("train", "--dry-run", "--set", "privacy.enabled=false", cwd=imported.root)
+def test_an_imported_store_that_a_notebook_holds_is_in_use_and_intact_afterwards(imported_study, wsi_fl):
+    with hold_open(imported_study.mosaic_path("A")):
+        checked = wsi_fl("check", "--site", "A", cwd=imported_study.root)
+        trained = wsi_fl("train", "--dry-run", "--set", "privacy.enabled=false", cwd=imported_study.root)
     for ended in (checked, trained):
         assert ended.returncode == 1 and IN_USE in ended.stderr and "close it there (a notebook?)" in ended.stderr
         assert "run `wsi-fl" not in ended.stderr and "damaged;" not in ended.stderr
-    assert check_sites(imported, site="A")["ok"]
+    assert check_sites(imported_study, site="A")["ok"]
 
 
 def test_a_shard_that_a_notebook_holds_is_in_use(tmp_path):
@@ -64,7 +64,7 @@ def test_a_shard_that_a_notebook_holds_is_in_use(tmp_path):
     assert check_sites(study, site="S0")["ok"]
 
 
-def test_features_that_a_notebook_holds_are_set_aside_as_in_use(tmp_path):
+def test_features_that_a_notebook_holds_are_excluded_as_in_use(tmp_path):
     study = features_study(tmp_path / "study", "S0")
     folder, _ = of_trident(tmp_path / "job")
     table = labels(tmp_path / "t.csv")
@@ -93,7 +93,9 @@ def test_images_that_a_notebook_holds_are_in_use(tmp_path):
     ],
 )
 @pytest.mark.parametrize("by_hdf5", [True, False])
-def test_what_the_system_says_of_a_store_is_no_damage(imported, monkeypatch, number, words, by_hdf5):
+def test_an_operating_system_error_is_not_reported_as_damage_of_a_store(
+    imported_study, monkeypatch, number, words, by_hdf5
+):
     def fail(*_, **__):
         if by_hdf5:  # in words alone
             raise OSError(f"Can't synchronously read data (errno = {number}, error message = '{os.strerror(number)}')")
@@ -102,20 +104,20 @@ def test_what_the_system_says_of_a_store_is_no_damage(imported, monkeypatch, num
     with monkeypatch.context() as patch:
         patch.setattr(h5py.File, "__init__", fail)
         with pytest.raises(FileUnavailable, match=words) as error:
-            open_bags(imported, "A", "mosaics")
-        row = check_sites(imported, site="A")["sites"][0]
+            open_bags(imported_study, "A", "mosaics")
+        row = check_sites(imported_study, site="A")["sites"][0]
     assert "damaged" not in str(error.value) and "again`" not in str(error.value)
     assert row["damaged"] == [] and words in row["unavailable"][0]
 
 
-def test_a_row_that_a_disk_fails_to_read_is_no_damage(imported, monkeypatch):
-    with open_bags(imported, "A", "mosaics") as store:
+def test_a_row_that_a_disk_fails_to_read_is_not_reported_as_damage(imported_study, monkeypatch):
+    with open_bags(imported_study, "A", "mosaics") as store:
         broken = OSError("Can't synchronously read data (file read failed, errno = 116, error message = 'Stale')")
         monkeypatch.setattr(h5py.Dataset, "__getitem__", lambda *_: (_ for _ in ()).throw(broken))
         refused(lambda: store.read(np.arange(3)), "lost it; mount that disk again", error=FileUnavailable)
 
 
-def test_a_model_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch):
+def test_a_model_without_read_permission_is_not_reported_as_damaged(tmp_path, monkeypatch):
     (tmp_path / "a.safetensors").write_bytes(b"")
 
     def fail(*_):
@@ -125,30 +127,30 @@ def test_a_model_that_may_not_be_read_is_no_damaged_one(tmp_path, monkeypatch):
     refused(lambda: load_tensors(tmp_path / "a.safetensors", "model"), "may not read it", error=FileUnavailable)
 
 
-def test_the_command_that_mends_a_store_is_the_one_that_made_it(imported, tmp_path):
+def test_the_advised_repair_of_a_store_is_the_command_that_made_it(imported_study, tmp_path):
     def advice(error):
         return str(error.value).replace(str(tmp_path), "")
 
-    store = imported.mosaic_path("A")
+    store = imported_study.mosaic_path("A")
     with h5py.File(store, "a") as file:
         file["label"][0] = 1
     with pytest.raises(WsiFlError, match="damaged") as error:
-        open_bags(imported, "A", "mosaics")
+        open_bags(imported_study, "A", "mosaics")
     assert advice(error).endswith("run `wsi-fl import --site A` again, as before")
     store.write_bytes(b"")
     with pytest.raises(WsiFlError, match="not a readable HDF5 file") as error:
-        open_bags(imported, "A", "mosaics")
+        open_bags(imported_study, "A", "mosaics")
     assert "make it anew with `wsi-fl import` where its features were imported" in advice(error)
     store.unlink()
     with pytest.raises(WsiFlError, match="no store of site A yet") as error:
-        open_bags(imported, "A", "mosaics")
+        open_bags(imported_study, "A", "mosaics")
     assert advice(error).endswith("run `wsi-fl import --site A …`")
     with pytest.raises(WsiFlError, match="no store of site A yet") as error:
-        open_store(imported, "A")
+        open_store(imported_study, "A")
     assert advice(error).endswith("run `wsi-fl partition DATA …`")
 
 
-def test_a_mosaic_that_is_gone_is_made_by_mosaic(tmp_path):
+def test_a_missing_mosaic_is_refused_with_the_mosaic_command(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)  # its site has slides
     refused(lambda: open_bags(study, "S0", "mosaics"), "run `wsi-fl mosaic --site S0`", error=WsiFlError)
     bare = Study(study.root)

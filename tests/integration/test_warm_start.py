@@ -1,4 +1,4 @@
-"""Sites that start from published weights: what of a network travels, is kept, goes on, and must be the same."""
+"""Tests of sites that start from published weights: the trained part, its transfer, resumption and agreement."""
 
 import json
 import shutil
@@ -32,8 +32,8 @@ def settings(part="norm", weights=f"weights/{NAME}.safetensors", **more):
     return [f"model.{key}={json.dumps(value)}" for key, value in named.items()]
 
 
-def started(root, n_sites=2, seed=0, site_extra="real = false"):
-    """A study whose models start from weights of their own."""
+def make_warm_study(root, n_sites=2, seed=0, site_extra="real = false"):
+    """Make a study whose models start from given weights."""
     study = make_study(root, n_sites=n_sites, size_px=SIZE, site_extra=site_extra)
     (root / "weights").mkdir()
     published(root / "weights", NAME, seed)
@@ -41,17 +41,17 @@ def started(root, n_sites=2, seed=0, site_extra="real = false"):
 
 
 def n_trained(study, part):
-    return sum(p.numel() for p in begun(study, part).parameters() if p.requires_grad)
+    return sum(p.numel() for p in make_starting_network(study, part).parameters() if p.requires_grad)
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    return started(tmp_path_factory.mktemp("pretrained") / "study")
+    return make_warm_study(tmp_path_factory.mktemp("pretrained") / "study")
 
 
 @pytest.fixture(scope="module")
-def done(study):
-    """A run of ProxyFL, and the same one interrupted and resumed."""
+def resumed_run(study):
+    """A run of ProxyFL and an identical one, interrupted and resumed."""
     sets = [*settings(), "train.local_baseline=true", "privacy.insecure_seed=1"]
     whole = train(study, method="proxyfl", overrides=sets, backend="local")["run"]
     with interrupted_after(3):
@@ -60,15 +60,15 @@ def done(study):
     return study.root / whole, study.root / again
 
 
-def begun(study, part="norm", seed=0):
-    """A network as a run of it starts."""
+def make_starting_network(study, part="norm", seed=0):
+    """Make a network in its state at the start of a run."""
     start = StartWeights(part, study.root / f"weights/{NAME}.safetensors")
     return create_model(f"timm:{NAME}", n_classes=2, shape=Images(3, SIZE), seed=seed, start=start)
 
 
-def test_a_run_that_went_on_ends_alike_and_only_the_trained_part_has_moved(done, study):
-    whole, again = done
-    fresh = begun(study)
+def test_a_resumed_run_ends_alike_and_only_the_trained_part_has_changed(resumed_run, study):
+    whole, again = resumed_run
+    fresh = make_starting_network(study)
     moving = {name for name, p in fresh.named_parameters() if p.requires_grad}
     for role in ("private", "proxy", "local"):
         assert same(model(whole, "S0", role), model(again, "S0", role))
@@ -78,17 +78,17 @@ def test_a_run_that_went_on_ends_alike_and_only_the_trained_part_has_moved(done,
             assert moved and moved <= moving, role
 
 
-def test_as_many_bytes_travel_as_the_plan_says(done, study, tmp_path):
+def test_the_bytes_sent_are_those_of_the_plan(resumed_run, study, tmp_path):
     plan = make_plan(study, method="proxyfl", overrides=settings(), out=tmp_path / "plan.json")
     proxy = parse_plan_document(plan)["leaves"][0]
     assert proxy["what"] == f"proxy model (timm:{NAME}, model.train = norm)"
     assert proxy["bytes"] == 4 * n_trained(study, "norm") < 4 * 3000
-    for line in metrics(done[0], "S0"):
+    for line in metrics(resumed_run[0], "S0"):
         assert proxy["bytes"] <= line["bytes"] <= proxy["bytes"] + 256
 
 
-def test_a_saved_model_answers_without_the_file_of_weights(done, study):
-    whole, _ = done
+def test_a_saved_model_predicts_without_the_file_of_weights(resumed_run, study):
+    whole, _ = resumed_run
     weights = study.root / "weights"
     hidden = weights.rename(study.root / "elsewhere")
     try:
@@ -98,7 +98,7 @@ def test_a_saved_model_answers_without_the_file_of_weights(done, study):
     finally:
         hidden.rename(weights)
     exported = torch.jit.load(str(study.root / document["out"] / "torchscript_model.pt"), map_location="cpu")
-    ours = begun(study, seed=7)
+    ours = make_starting_network(study, seed=7)
     ours.load_state_dict(RunFolder(whole).site_folder("S0").load_model("proxy"))
     with PatchStore(study.store_path("S0")) as store:
         x = torch.from_numpy(store.read(np.arange(8))).permute(0, 3, 1, 2) / 127.5 - 1
@@ -106,7 +106,7 @@ def test_a_saved_model_answers_without_the_file_of_weights(done, study):
         torch.testing.assert_close(exported(x), ours.eval()(x), rtol=1e-4, atol=1e-5)
 
 
-def test_the_dry_run_says_how_much_is_trained(study, capsys):
+def test_the_dry_run_reports_the_trained_share(study, capsys):
     document = dry_run(study, method="fedavg", overrides=settings("head"), backend="local")
     row, trained = document["sites"][0], n_trained(study, "head")
     assert row["trained_parameters"] == trained < row["parameters"]
@@ -115,14 +115,14 @@ def test_the_dry_run_says_how_much_is_trained(study, capsys):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "regular"])
-def test_other_methods_train_the_part_too(study, method):
+def test_other_methods_train_only_the_selected_part_too(study, method):
     run = train(study, method=method, overrides=[*settings("lora"), "train.rounds=1"], backend="local")["run"]
     found = model(study.root / run, "S0")
     assert float(found["model.conv1.0.up.weight"].abs().max()) > 0
 
 
 def test_sites_that_start_from_other_weights_do_not_begin(study, tmp_path):
-    other = started(tmp_path / "other", seed=1)
+    other = make_warm_study(tmp_path / "other", seed=1)
 
     def of(study, index):
         with RunContext.create(study, study.load_pipeline("small", settings()), "proxyfl") as party:
@@ -138,17 +138,17 @@ def test_sites_that_start_from_other_weights_do_not_begin(study, tmp_path):
 
 
 def test_a_hospital_signs_the_weights(tmp_path, capsys):
-    coordinator = started(tmp_path / "c", n_sites=3, site_extra=REAL)
+    coordinator = make_warm_study(tmp_path / "c", n_sites=3, site_extra=REAL)
     plan = make_plan(coordinator, method="proxyfl", overrides=settings(), out=tmp_path / "plan.json")
     digest = parse_plan_document(plan)["learns"]["weights"]
-    own = started(tmp_path / "own", n_sites=3, site_extra=REAL)
+    own = make_warm_study(tmp_path / "own", n_sites=3, site_extra=REAL)
     print_lines(review_lines(review_plan(own, plan, "S0")))
     assert digest in capsys.readouterr().err
     shutil.copy(published(tmp_path, NAME, seed=1), own.root / "weights")
     refused(lambda: review_plan(own, plan, "S0"), "weights (model.weights) with the SHA-256", digest)
 
 
-def test_what_cannot_start_is_refused_before_anything_does(study):
+def test_impossible_warm_starts_are_refused_before_training(study):
     def tried(words, *sets, error=UsageError):
         refused(lambda: train(study, method="proxyfl", overrides=sets, backend="local"), *words, error=error)
 

@@ -1,4 +1,4 @@
-"""What tests of commands do again and again: train in this process, and read the tables that were written."""
+"""Training in this process and reading of the written tables, for tests of commands."""
 
 import csv
 import json
@@ -10,34 +10,34 @@ from wsi_fl.stages.training.train import train
 
 
 def trained(study, method, *overrides):
-    """The summary of a run in this process."""
+    """Train in this process and return the summary."""
     return train(study, method=method, overrides=overrides, backend="local")
 
 
 def run_of(study, method, *overrides):
-    """The folder of a run in this process."""
+    """Train in this process and return the folder of the run."""
     return study.root / trained(study, method, *overrides)["run"]
 
 
 def csv_rows(path):
-    """The rows of a table, by column."""
+    """Return the rows of a table by column."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def answers(run, site):
-    """What a run says of the examples that a site tests: the rows that count."""
+    """Return the predictions of a run for the test examples of a site."""
     return [row for row in csv_rows(run / "sites" / site / "predictions.csv") if row["selected"] == "True"]
 
 
 def of_site(run, site, name):
-    """A document that a run keeps of a site."""
+    """Return a document of a site from a run."""
     return json.loads((run / "sites" / site / f"{name}.json").read_text())
 
 
 @contextmanager
 def dying(module, name, nth):
-    """Within it the process dies in the nth call."""
+    """Let the process die in the nth call of a function."""
     real, calls = getattr(module, name), []
 
     def dies(*args, **kwargs):
