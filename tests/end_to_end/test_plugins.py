@@ -37,7 +37,7 @@ def installed(folder, name="neighbourly", groups=PROJECT["entry-points"], text=P
 
 @pytest.fixture
 def beside(tmp_path, monkeypatch):
-    """Install packages into a folder that Python sees, and forget them afterwards."""
+    """Install packages into a folder on Python's path, and forget them afterwards."""
 
     def install(**given):
         folder = installed(tmp_path / "site-packages", **given)
@@ -52,7 +52,7 @@ def beside(tmp_path, monkeypatch):
         known.cache_clear()
 
 
-def test_its_command_is_one_of_ours_and_its_method_trains(beside, tmp_path, wsi_fl):
+def test_the_command_of_a_plugin_is_available_and_its_method_trains(beside, tmp_path, wsi_fl):
     beside()
     study = make_study(tmp_path / "study", n_sites=2)
     assert "greet" in wsi_fl("--help", cwd=study.root).stdout
@@ -64,7 +64,7 @@ def test_its_command_is_one_of_ours_and_its_method_trains(beside, tmp_path, wsi_
     assert METHODS[summary["method"]].summary == "fedavg by another name"
 
 
-def test_its_encoder_embeds_patches_and_its_reader_reads_a_slide(beside, tmp_path):
+def test_the_encoder_of_a_plugin_embeds_patches_and_its_reader_reads_a_slide(beside, tmp_path):
     beside()
     (tmp_path / "a.grey").write_bytes(b"GREY")
     with Slide(tmp_path / "a.grey") as slide:
@@ -76,7 +76,7 @@ def test_its_encoder_embeds_patches_and_its_reader_reads_a_slide(beside, tmp_pat
     assert list(PRESETS)[-1] == "means"
 
 
-def test_a_plan_names_its_version(beside):
+def test_a_plan_names_the_version_of_a_plugin(beside):
     before = code_digest()
     beside()
     assert package_versions()["neighbourly"] == "1.2"
@@ -91,12 +91,12 @@ def test_a_plan_names_its_version(beside):
         ({"groups": {"wsi_fl.methods": {"fedavg": "neighbourly:method"}}}, ("which wsi-fl has itself",)),
     ],
 )
-def test_a_package_that_is_broken_is_named(beside, given, words):
+def test_a_broken_plugin_is_named(beside, given, words):
     beside(**given)
     refused(lambda: [METHODS[name] for name in METHODS], "neighbourly 1.2", *words, error=WsiFlError)
 
 
-def test_two_of_one_name_are_refused(beside):
+def test_two_plugins_of_the_same_name_are_refused(beside):
     beside()
     beside(name="another")
     words = ("another 1.2", "neighbourly 1.2", "uninstall one")

@@ -1,4 +1,4 @@
-"""Frames: plans within them run at a hospital without a further signature; nothing outside runs, nor after the end."""
+"""Standing approvals: plans within one run without a further signature; no other plan does, and none after its end."""
 
 import json
 import tomllib
@@ -84,7 +84,7 @@ def framed(study, identities, plan, site="S0", **given):
 
 
 def together(studies, identities, plan):
-    """What came of a run of all hospitals, each of which is brought the plan: a summary, or the one-line error."""
+    """The result of a run of all hospitals with the plan: a summary, or the one-line error."""
     ends = {}
 
     def be(name):
@@ -95,7 +95,7 @@ def together(studies, identities, plan):
     return {name: came if isinstance(came, dict) else str(came) for name, came in found.items()}
 
 
-def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, identities, plan):
+def test_a_standing_approval_has_every_statement_of_a_plan_and_contains_its_own_plan(study, identities, plan):
     frame = framed(study, identities, plan)
     allows = frame["allows"]
     said = {"method": "proxyfl", "unit": "patient", "delta": 1e-5, "guarantee": "guaranteed"}
@@ -139,7 +139,7 @@ def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, ide
     assert why() == why(**costs(framed_runs=2, framed=3.0)) == ""
 
 
-def test_what_a_frame_cannot_allow(study, identities, plan):
+def test_a_standing_approval_beyond_the_site_file_or_the_plan_is_refused(study, identities, plan):
     for much in (51.0, 0.0, float("nan")):
         refused(lambda much=much: framed(study, identities, plan, epsilon=much), "S0.toml: max_epsilon = 50")
     refused(lambda: framed(study, identities, plan, until="soon"), "--until 2027-03-31")
@@ -150,7 +150,9 @@ def test_what_a_frame_cannot_allow(study, identities, plan):
     assert len(two["allows"]["partners"]) == 2  # its own too
 
 
-def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, identities, me, plan, capsys):
+def test_a_plan_within_a_standing_approval_is_approved_and_any_other_is_refused_in_one_line(
+    study, identities, me, plan, capsys
+):
     admit_plan(study, me, plan)  # without a frame nothing changes
     assert not approval_path(study, "S0").exists() and not log_of(study).exists()
     frame = framed(study, identities, plan)
@@ -177,7 +179,7 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     assert load_approved_plan(study, me).digest == plan.digest and log_of(study).read_text().count("refused") == 4
 
 
-def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities, plan):
+def test_a_standing_approval_that_was_changed_or_signed_by_others_does_not_count(study, identities, plan):
     frame = framed(study, identities, plan)
     path = preapproval_path(study)
     path.write_text(path.read_text().replace('"runs": 3', '"runs": 4'))
@@ -190,7 +192,9 @@ def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities,
     refused(lambda: admit_plan(study, identities["S0"], plan), "that this version of wsi-fl reads; sign another")
 
 
-def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(study, identities, me, plan, monkeypatch):
+def test_a_withdrawn_or_expired_standing_approval_approves_nothing_and_voids_approvals(
+    study, identities, me, plan, monkeypatch
+):
     frame = framed(study, identities, plan)
     admit_plan(study, me, plan)
     with monkeypatch.context() as patch:
@@ -211,7 +215,7 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(study, i
     assert load_approved_plan(study, me)
 
 
-def test_others_are_not_told_what_follows_from_a_single_patient(study, identities, me, plan, monkeypatch):
+def test_refusals_that_depend_on_a_single_patient_are_not_disclosed(study, identities, me, plan, monkeypatch):
     framed(study, identities, plan)
     looked = review_plan(study, plan, "S0", load_preapproval(study, me))
     group = {"rows": 700, "epsilon": 99.0, "delta": 1e-5}
@@ -244,7 +248,7 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
 
 
 def spend(study, me, run, rounds):
-    """What a run of the approved plan writes on the ledger."""
+    """Charge the ledger like a run of the approved plan."""
     site, named = study.load_site(me.name), {"approved": approval_time(study, me.name)}
     terms = PrivacyTerms(1e-5, site.max_epsilon, True, (), "guaranteed", "patient")
     ledger = open_ledger(study, site, run, terms, named=named)
@@ -252,8 +256,8 @@ def spend(study, me, run, rounds):
         ledger.record_transmission(ledger.record(None, Mechanism(5.0, 1.0, 1.0, 1), "kept 0"), "0")
 
 
-def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities, me, plan):
-    """A run goes on beside one that was begun later: each fitted as its plan came, and together they do not."""
+def test_a_site_that_spent_more_than_its_standing_approval_sends_nothing_more(study, identities, me, plan):
+    """Two runs overlap: each was within the standing approval when its plan came, and both together are not."""
     framed(study, identities, plan, epsilon=2.0, runs=2)
     admit_plan(study, me, plan)
     spend(study, me, "a" * 32, 2)
@@ -270,8 +274,8 @@ def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities,
     refused(lambda: load_approved_plan(study, me), "began 3 runs under a standing approval for 2")
 
 
-def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, identities, me, plan, monkeypatch):
-    """Lines on the ledger would name another approval than that of the plan that is done."""
+def test_an_approval_that_is_replaced_as_a_run_begins_ends_the_run(study, identities, me, plan, monkeypatch):
+    """Ledger lines would name another approval than that of the running plan."""
     sign_plan(study, review_plan(study, plan, "S0"), me)  # by a person
     framed(study, identities, plan)
     other, seen = made(study, identities, "train.lr=0.5", out="other.json"), []
@@ -286,7 +290,7 @@ def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, ide
     refused(part, "approved another plan just now", error=NoCommonPlan)
 
 
-def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, me, plan, monkeypatch):
+def test_a_patch_release_that_the_standing_approval_lists_voids_no_approval(study, identities, me, plan, monkeypatch):
     frame = framed(study, identities, plan)
     admit_plan(study, me, plan)
     for name in ("signed", "admitting", "making"):
@@ -308,7 +312,7 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
         part()
 
 
-def test_a_plan_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, study, identities, me, plan):
+def test_a_plan_in_the_shared_folder_is_taken_only_within_a_standing_approval(tmp_path, study, identities, me, plan):
     share = tmp_path / "share"
     share.mkdir()
     (share / "plan.json").write_text(plan.text)
@@ -326,7 +330,7 @@ def test_a_plan_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, stu
 
 @pytest.fixture
 def pair(tmp_path, identities):
-    """Two hospitals, and a frame at each that was made of the same plan."""
+    """Two hospitals with standing approvals that were made of the same plan."""
     studies = {name: larger_study(tmp_path / name, n_sites=2, site_extra=REAL) for name in SITES}
     plan = made(studies["S0"], identities)
     for name in SITES:
@@ -343,7 +347,7 @@ ODD = [
 
 
 @pytest.mark.slow
-def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities):
+def test_of_twenty_plans_only_the_half_within_the_standing_approval_run(pair, identities):
     studies, _ = pair
     ran, refused_ = [], []
     for k in range(10):
@@ -369,7 +373,7 @@ def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities)
 
 
 @pytest.mark.usefixtures("plan")
-def test_the_commands_sign_show_and_withdraw(study, tmp_path, wsi_fl, federation, identities):
+def test_the_commands_sign_show_and_withdraw_a_standing_approval(study, tmp_path, wsi_fl, federation, identities):
     kit = federation.kit(tmp_path / "kit", "S0", identities["S0"])
     given = ("federation", "preapprove", "--kit", kit, "--plan", study.root / "plan.json", "--epsilon", "2")
     assert "say --until DATE" in wsi_fl(*given, cwd=study.root).stderr
@@ -421,7 +425,7 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
 
 
 @pytest.mark.slow
-def test_over_a_folder_the_plan_lies_in_it(tmp_path):
+def test_over_a_folder_the_plan_is_taken_from_it(tmp_path):
     share = tmp_path / "share"
     share.mkdir()
     bed = Bed(tmp_path, folder=str(share))
@@ -447,7 +451,7 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
 
 
 def with_said(plan, **changed):
-    """A plan that says something else; `learns` is what of its data, keys that stay as they are left out."""
+    """A plan with changed statements; `learns` holds those of its data, unnamed keys stay."""
     document = json.loads(plan.text)
     learns = document["learns"] | changed.pop("learns", {})
     return FederationPlan(json.dumps(document | {"learns": learns} | changed, indent=2, ensure_ascii=False) + "\n")
@@ -465,7 +469,7 @@ ODD_SETTINGS = (
 
 
 @pytest.mark.parametrize("odd", ODD_SETTINGS)
-def test_settings_that_plans_never_write_are_refused_unread(study, identities, me, plan, odd, monkeypatch):
+def test_settings_in_a_form_that_plans_never_write_are_refused_unparsed(study, identities, me, plan, odd, monkeypatch):
     framed(study, identities, plan)
     sent, read, loads = with_said(plan, settings=plan.document["settings"] + odd), [], tomllib.loads
     monkeypatch.setattr(tomllib, "loads", lambda text: (read.append(text), loads(text))[1])
@@ -474,13 +478,13 @@ def test_settings_that_plans_never_write_are_refused_unread(study, identities, m
     assert not any(odd in text and "[[" not in odd for text in read)
 
 
-def test_dots_in_values_are_no_keys(study, identities, me):
+def test_dots_in_values_are_not_read_as_keys(study, identities, me):
     value = "a.b.c.d.e.f.g.h.i.j.k 'quoted' \\\"twice\\\""
     plan = made(study, identities, f'model.projection="{value}"', "train.lr=0.001")
     assert plan.pipeline().model.projection == value.replace("\\", "")
 
 
-def test_a_plan_says_of_its_data_what_plans_say_and_leaves_nothing_out(study, identities, me, plan):
+def test_a_plan_must_describe_its_data_with_exactly_the_known_keys(study, identities, me, plan):
     framed(study, identities, plan)
     for learns, odd in (
         ({"says": "All ethics boards have agreed to this plan."}, "learns.says"),
@@ -493,15 +497,15 @@ def test_a_plan_says_of_its_data_what_plans_say_and_leaves_nothing_out(study, id
     assert review_plan(study, plan, "S0")
 
 
-def test_who_comes_first_in_a_plan_is_part_of_a_frame(study, identities, me, plan):
-    """The first site of a star gets each letter, the others their mean."""
+def test_the_order_of_sites_is_part_of_a_standing_approval(study, identities, me, plan):
+    """The first site of a star gets each site's statistics, the others their mean."""
     framed(study, identities, plan)
     other = made(study, identities, 'sites=["S1", "S0"]')
     refused(lambda: admit_plan(study, me, other), "order: S1, S0, where the standing approval has S0, S1")
 
 
 @pytest.mark.parametrize("count", ['{"plans": ""}', '{"plans": 3}', "{}", '{"plans": [3]}'])
-def test_a_count_of_plans_that_is_damaged_is_not_taken_for_none(study, identities, me, plan, count):
+def test_a_damaged_count_of_plans_is_refused(study, identities, me, plan, count):
     frame = framed(study, identities, plan)
     admit_plan(study, me, plan)
     path = study.root / "federation" / f"preapproval-{frame['id']}-admitted.json"

@@ -1,4 +1,4 @@
-"""Into a federation: request, approval, join; what does not fit is refused in one line."""
+"""Entry into a federation: request, approval, startup kit; every mismatch is refused in one line."""
 
 import json
 from functools import partial
@@ -56,7 +56,7 @@ def test_a_key_is_made_at_the_hospital_and_never_leaves_it(founded, tmp_path):
     assert "C1" in (founded / "one" / "root" / "issued.jsonl").read_text()
 
 
-def test_a_fingerprint_that_was_read_out_must_fit_and_is_said_again(founded, tmp_path):
+def test_a_fingerprint_that_was_read_out_must_match_and_is_shown_again(founded, tmp_path):
     file, fingerprint = asked(tmp_path, "C2")
     refused(lambda: asked(tmp_path, "C2"), "there is a key already", fingerprint)
     wrong = partial(approve_request, file, founded / "one", "AB:" * 31 + "CD")
@@ -65,7 +65,7 @@ def test_a_fingerprint_that_was_read_out_must_fit_and_is_said_again(founded, tmp
     refused(lambda: join(tmp_path / "C2" / "certificate-C2.json", tmp_path / "C2", "AB:CD"), "do not join")
 
 
-def test_a_new_name_and_a_new_kit_need_a_fingerprint(founded, tmp_path):
+def test_a_new_name_and_a_new_startup_kit_need_a_fingerprint(founded, tmp_path):
     (file, _), kit, root = asked(tmp_path, "C10"), tmp_path / "C10", founded / "one"
 
     def says(*arguments):
@@ -96,7 +96,7 @@ def test_a_new_name_and_a_new_kit_need_a_fingerprint(founded, tmp_path):
         ("C3", "hospital", "another key"),
     ],
 )
-def test_a_name_is_given_to_one_key_and_some_to_none(founded, tmp_path, name, role, words):
+def test_a_name_is_given_to_one_key_only_and_reserved_names_to_none(founded, tmp_path, name, role, words):
     if name == "C3":
         first, _ = asked(tmp_path / "first", name)
         for _ in range(2):  # the same key may ask again
@@ -105,7 +105,7 @@ def test_a_name_is_given_to_one_key_and_some_to_none(founded, tmp_path, name, ro
     refused(lambda: approve_request(file, founded / "one"), words)
 
 
-def test_a_kit_is_left_as_it_is_by_a_certificate_that_does_not_fit(founded, tmp_path):
+def test_a_certificate_that_does_not_match_leaves_the_startup_kit_unchanged(founded, tmp_path):
     for name in ("C6", "C7"):
         approve_request(asked(tmp_path, name)[0], founded / "one")
     own, other = (tmp_path / name / f"certificate-{name}.json" for name in ("C6", "C7"))
@@ -120,19 +120,19 @@ def test_a_kit_is_left_as_it_is_by_a_certificate_that_does_not_fit(founded, tmp_
 
 
 def said(*arguments):
-    """The one line of a command that fails, wherever it stands."""
+    """The one line of a command that fails, on either output stream."""
     result = CliRunner().invoke(app, ["federation", *map(str, arguments)])
     assert isinstance(result.exception, WsiFlError), result.output
     return str(result.exception)
 
 
 @needs_flare
-def test_the_coordinators_kit_starts_nothing_in_any_folder(founded, tmp_path, monkeypatch):
+def test_the_coordinators_startup_kit_starts_nothing_in_any_folder(founded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "has nothing to start" in said("start", founded / "one" / "coordinator")
 
 
-def test_what_is_missing_on_the_command_line_is_named(founded, tmp_path, monkeypatch):
+def test_missing_arguments_of_the_command_line_are_named(founded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "--study DIR" in said("start", founded / "two" / "C9")
     assert "over a folder hospitals alone start" in said("start", founded / "two" / "coordinator")
@@ -144,7 +144,7 @@ def test_what_is_missing_on_the_command_line_is_named(founded, tmp_path, monkeyp
     assert f"the coordinator's is {one / 'coordinator'}" in said("status", "--kit", one)
 
 
-def test_a_request_gives_nobody_a_role_and_the_root_itself_speaks_for_nobody(founded, tmp_path):
+def test_a_request_grants_no_role_and_the_root_ca_is_no_participant(founded, tmp_path):
     file, _ = asked(tmp_path, "C8")
     key = load_pem_private_key((tmp_path / "C8" / "startup" / "client.key").read_bytes(), None)
     named = (NameOID.COMMON_NAME, "C8"), (NameOID.ORGANIZATION_NAME, "A")
@@ -161,12 +161,12 @@ def test_a_request_gives_nobody_a_role_and_the_root_itself_speaks_for_nobody(fou
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3", '"x"', "{}", '{"name": "C1"}', "{", "\xff"])
-def test_a_kit_whose_document_is_damaged_is_named(tmp_path, content):
+def test_a_startup_kit_with_a_damaged_document_is_named(tmp_path, content):
     (tmp_path / "federation.json").write_bytes(content.encode("latin1"))
     refused(lambda: Kit.open(tmp_path), "federation.json: ", "put its backup back", error=WsiFlError)
 
 
-def test_nonsense_is_refused(founded, tmp_path):
+def test_malformed_requests_are_refused(founded, tmp_path):
     (tmp_path / "x.json").write_text("[]")
     for action in (
         lambda: approve_request(tmp_path / "x.json", founded / "one"),
@@ -182,7 +182,7 @@ def test_nonsense_is_refused(founded, tmp_path):
         refused(action, error=WsiFlError)
 
 
-def test_a_server_that_is_not_there_is_named_and_over_a_folder_none_is_asked_for(founded):
+def test_an_unreachable_server_is_named_and_over_a_folder_no_server_is_needed(founded):
     kit = Kit.open(founded / "one" / "coordinator")
     assert [step.ok for step in check_connection(kit)] == [True, True, False]
     assert "no way through to localhost port 1" in find_likely_reason(kit)

@@ -1,4 +1,4 @@
-"""What can go wrong between hospitals over NVIDIA FLARE, what everyone is told, and how it goes on."""
+"""Faults between hospitals over NVIDIA FLARE, the messages about them, and the resumption of runs."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def as_expected(bed, run):
 
 
 def goes_on(bed, run):
-    """The run is finished by --resume, with the models of one that nothing happened to, and every round on record."""
+    """Check that --resume finishes the run with the models of an undisturbed one, and every round on record."""
     all_connected(bed)
     said = bed.submit("--plan", bed.plan_file(), "--resume", "last")
     assert said.returncode == 0, said.stderr
@@ -67,7 +67,7 @@ def goes_on(bed, run):
 
 
 def under_way(bed, least=2):
-    """A submission, and its run, once a few rounds are done."""
+    """A submission, and its run, after a few rounds."""
     bed.sign("proxyfl", *SETTINGS)  # each approval is good for one run
     run = f"{next(RUNS):05d}-proxyfl-small"
     process = bed.submitting("--plan", bed.plan_file())
@@ -76,7 +76,7 @@ def under_way(bed, least=2):
     return process, run
 
 
-def test_a_killed_job(bed):
+def test_a_run_resumes_after_a_killed_job(bed):
     process, run = under_way(bed)
     bed.kill_job("S1")
     assert "S1" in told(process)
@@ -89,7 +89,7 @@ def pids(text):
     return [int(word) for word in out.stdout.split()]
 
 
-def test_a_killed_client(bed):
+def test_a_run_resumes_after_a_killed_client(bed):
     process, run = under_way(bed)
     client = bed.processes.pop("S1")
     os.killpg(os.getpgid(pids(f"processes client -m {bed.root / 'kits' / 'S1'} ")[0]), signal.SIGKILL)
@@ -103,7 +103,7 @@ def test_a_killed_client(bed):
     goes_on(bed, run)
 
 
-def test_a_stopped_client_is_waited_for(bed):
+def test_a_stopped_client_is_awaited(bed):
     process, run = under_way(bed)
     bed.kill_job("S1", signal.SIGSTOP)
     time.sleep(8)
@@ -113,7 +113,7 @@ def test_a_stopped_client_is_waited_for(bed):
     as_expected(bed, run)
 
 
-def test_a_server_that_is_killed_and_comes_back(bed):
+def test_a_run_resumes_after_a_killed_server_returns(bed):
     process, run = under_way(bed)
     server = bed.processes.pop("server")
     for pid in pids(f"-m {bed.root / 'kits' / 'server'} "):
@@ -126,7 +126,7 @@ def test_a_server_that_is_killed_and_comes_back(bed):
     goes_on(bed, run)
 
 
-def test_a_full_disk(bed):
+def test_a_run_resumes_after_a_full_disk(bed):
     bed.stop("S1")
     bed.start("S1", file_limit=400_000)
     all_connected(bed)
@@ -145,7 +145,7 @@ def test_a_full_disk(bed):
     as_expected(bed, json.loads(said.stdout)["run"].removeprefix("runs/"))
 
 
-def test_another_plan_version_or_none(bed):
+def test_a_site_with_another_plan_or_version_or_none_is_refused(bed):
     bed.sign("proxyfl", *SETTINGS)
     bed.sign("proxyfl", "train.rounds=3", by=["S1"])
     line = told(bed.submitting("--plan", bed.plan_file()))
@@ -157,7 +157,7 @@ def test_another_plan_version_or_none(bed):
     bed.sign("proxyfl", *SETTINGS)
 
 
-def test_kits_that_do_not_fit(bed, tmp_path):
+def test_startup_kits_that_do_not_match_are_refused(bed, tmp_path):
     provision_federation(tmp_path / "other", federation="trial", server=bed.kit("S0").document["server"], sites=["S9"])
     began = time.monotonic()
     said = bed.command("start", tmp_path / "other" / "S9", "--study", bed.root / "S0")
