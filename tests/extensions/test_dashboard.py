@@ -152,7 +152,7 @@ def test_a_withdrawn_hospital_is_shown_as_withdrawn_and_has_no_steps(founded, tm
         shutil.copy(tmp_path / "plan.json", study.root / "plan.json")
 
 
-def test_over_a_folder_a_site_counts_as_silent_after_the_waiting_time():
+def test_over_a_folder_a_site_has_timed_out_after_the_waiting_time():
     late = with_c2(heard=NOW - timedelta(seconds=601))
     assert "C2: silent since 2026-07-01 11:49: start again" in steps(replace(late, over="folder"))[0]
     assert steps(late) == [f"coordinator: all have signed: submit: {SUBMIT}"]

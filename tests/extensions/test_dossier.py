@@ -128,7 +128,7 @@ def without(path):
     away.rename(path)
 
 
-def test_missing_steps_are_stated_and_names_cannot_break_the_page(signed, dossier, tmp_path):
+def test_missing_facts_are_stated_and_names_cannot_break_the_page(signed, dossier, tmp_path):
     bare = {"accounts": [], "audits": [], "spent": None, "missing": None, "signed": []}
     html = _render_page(dossier[0] | bare | {"not_protected": ["<script>alert(1)</script>"]})
     assert "Nothing has left this site" in html and "No run of this study was audited" in html

@@ -75,7 +75,7 @@ def test_a_dry_run_of_a_plan_reports_time_and_cost_of_the_real_run(asked, rehear
     assert "not finite: S1/proxy; do not sign this" in capsys.readouterr().err
 
 
-def test_a_dry_run_of_a_plan_notices_nan_scores(rehearsed, tmp_path):
+def test_a_dry_run_of_a_plan_notices_nan_weights(rehearsed, tmp_path):
     run = shutil.copytree(rehearsed[3], tmp_path / "run")
     file = run / "sites" / "S1" / "proxy.safetensors"
     tensors = load_file(file)
@@ -94,7 +94,7 @@ def test_a_failed_dry_run_of_a_plan_leaves_nothing_behind(asked, monkeypatch):
     assert files(study.root) == before
 
 
-def test_a_plan_that_allows_no_dry_run_is_refused(asked, tmp_path, monkeypatch):
+def test_an_impossible_dry_run_of_a_plan_is_refused(asked, tmp_path, monkeypatch):
     study, plan, kit = asked
     refused(lambda: dry_run_plan(study, plan, "S0", keep=tmp_path), "it is there already")
     refused(lambda: dry_run_plan(study, plan, "S7"), "S7 is not in this plan")
