@@ -41,7 +41,7 @@ SMALL = [
 ]
 
 
-def alone(folder: Path, study: Path, *commands):
+def run_without_extensions(folder: Path, study: Path, *commands):
     """Run command lines one after another without the extensions, neither modules nor entry points."""
     info = folder / "wsi_fl-1.0.dist-info"
     info.mkdir(parents=True)
@@ -64,7 +64,7 @@ def test_slides_become_a_report_and_a_comparison_without_extensions_and_as_on_ma
         ["compare", "1", "2", "--no-baseline"],
     ]
     gone = [["synthesize", "train"], ["view"]]
-    done = alone(tmp_path / "installed", tmp_path / "study", *work, *gone)
+    done = run_without_extensions(tmp_path / "installed", tmp_path / "study", *work, *gone)
     codes = json.loads(done.stdout.splitlines()[-1])
     assert codes == [0] * len(work) + [2] * len(gone), done.stderr
     commands, methods = done.stdout.split("Usage:")[1:3]

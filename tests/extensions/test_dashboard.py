@@ -201,12 +201,12 @@ def kit_of(founded, name):
     return Kit.open(founded[0] / "kits" / name)
 
 
-def seen_by(founded, name):
+def dashboard_of(founded, name):
     return _collect_state(founded[1], kit_of(founded, name))
 
 
 def test_a_hospital_sees_its_own_status_and_unsent_status_stays_unknown(founded):
-    facts = seen_by(founded, "S0")
+    facts = dashboard_of(founded, "S0")
     me, other = facts.members["S0"], facts.members["S1"]
     assert (me.signed, me.connected, me.version) == (True, False, __version__)
     assert (me.spent, me.budget, me.labels) == (0.0, 50.0, ("healthy", "tumor"))
@@ -216,7 +216,7 @@ def test_a_hospital_sees_its_own_status_and_unsent_status_stays_unknown(founded)
 
 
 def test_the_coordinator_sees_who_has_not_signed(founded):
-    facts = seen_by(founded, "coordinator")
+    facts = dashboard_of(founded, "coordinator")
     signed = {one.name: one.signed for one in facts.members.values()}
     assert signed == {"coordinator": None, "S0": True, "S1": False}
     asked = [(one.who, one.what.partition(",")[0]) for one in next_steps(facts)]
@@ -226,7 +226,7 @@ def test_the_coordinator_sees_who_has_not_signed(founded):
 
 
 @contextmanager
-def greeted(founded, plan=None, by="S1"):
+def send_handshake(founded, plan=None, by="S1"):
     """The transport of S1, which has sent S0 its handshake."""
     digest, identity = plan or founded[2].digest, kit_of(founded, by).load_identity()
     line, writer = (FolderTransport(str(founded[0] / "share"), "S1", founded[2].digest), MessageSealer(identity))
@@ -239,9 +239,9 @@ def greeted(founded, plan=None, by="S1"):
 
 
 def test_a_handshake_in_the_folder_holds_version_and_start_time(founded):
-    with greeted(founded) as line:
+    with send_handshake(founded) as line:
         line.send("S0", "x2.0", b"a letter", 0.0)
-        one = seen_by(founded, "S0").members["S1"]
+        one = dashboard_of(founded, "S0").members["S1"]
     assert (one.connected, one.version, one.round) == (True, "9.9", 2)
     assert one.since == datetime.fromtimestamp(1.78e9, UTC)
     assert abs(one.heard - datetime.now(UTC)) < timedelta(minutes=1)
@@ -249,8 +249,8 @@ def test_a_handshake_in_the_folder_holds_version_and_start_time(founded):
 
 @pytest.mark.parametrize("wrong", [{"plan": "f" * 64}, {"by": "coordinator"}])
 def test_a_handshake_of_another_plan_or_of_a_stranger_does_not_count(founded, wrong):
-    with greeted(founded, **wrong):
-        one = seen_by(founded, "S0").members["S1"]
+    with send_handshake(founded, **wrong):
+        one = dashboard_of(founded, "S0").members["S1"]
     assert (one.connected, one.version) == (None, None)
 
 
@@ -260,7 +260,7 @@ def test_a_running_hospital_is_shown_as_connected_and_the_dashboard_changes_no_f
 
     before = files()
     with kit_of(founded, "S0").lock_kit():
-        assert seen_by(founded, "S0").members["S0"].connected
+        assert dashboard_of(founded, "S0").members["S0"].connected
     assert files() == before
 
 
@@ -268,13 +268,13 @@ def test_a_local_problem_is_shown_with_its_remedy(founded, monkeypatch):
     share = founded[0] / "share"
     share.rename(founded[0] / "away")
     try:
-        facts = seen_by(founded, "S0")
+        facts = dashboard_of(founded, "S0")
     finally:
         (founded[0] / "away").rename(share)
     assert len(facts.trouble) == 1 and "mount the share" in facts.trouble[0]
     assert next_steps(facts)[0].what == "mount the share, or give its address"
     monkeypatch.setattr("wsi_fl.hospitals.plans.signed_plan.code_digest", lambda: "0" * 64)
-    assert next_steps(seen_by(founded, "S0"))[0].what.startswith("install what the plan names")
+    assert next_steps(dashboard_of(founded, "S0"))[0].what.startswith("install what the plan names")
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def make(study, kit, tmp_path, **given):
 
 
 @contextmanager
-def without(path):
+def hide_file(path):
     """Move a file away within the context."""
     away = path.rename(path.with_name("away"))
     yield
@@ -171,13 +171,13 @@ def test_epsilon_per_row_is_shown_with_the_guarantee_of_a_patient(signed, dossie
 
 def test_unknown_patient_guarantees_and_missing_audit_bounds_are_not_reported(signed, dossier, tmp_path):
     study, kit, *_ = signed
-    with without(study.root / "federation" / "cost-S0.json"):
+    with hide_file(study.root / "federation" / "cost-S0.json"):
         found, page = make(study, kit, tmp_path)
     assert (found["group"], found["cost"]) == (None, None)
     assert any("how much less is not known here" in one for one in found["not_protected"])
     assert "not known: it was signed without the store" in page
     assert any("their bounds are above" in one for one in dossier[0]["assessment"][3]["facts"])
-    with without(study.runs_path / RUN / "audit" / "audit.json"):
+    with hide_file(study.runs_path / RUN / "audit" / "audit.json"):
         facts = " ".join(make(study, kit, tmp_path)[0]["assessment"][3]["facts"])
     assert "bounds" not in facts and "No model of the site was audited" in facts
 
@@ -307,7 +307,7 @@ def test_figures_equal_those_of_the_audit_and_nothing_else_is_claimed(signed, ev
     assert not answers(evidence[0], "European")["Article 68, data permit"]["shown"]
     study, kit, *_ = signed
     monkeypatch.setattr(writing, "find_spec", lambda _: None)
-    with without(study.runs_path / RUN / "audit" / "audit.json"):
+    with hide_file(study.runs_path / RUN / "audit" / "audit.json"):
         document = make_evidence(study, Kit.open(kit), tmp_path / "bare")
     asked = answers(document, "Is a model")
     assert not next(row for key, row in asked.items() if "membership" in key)["shown"]
@@ -403,7 +403,7 @@ def test_an_unchanged_evidence_folder_is_verified(signed, evidence):
     refused(lambda: verify_evidence(evidence[1], other), "does not belong to this federation")
 
 
-def edited(folder):
+def edit_page(folder):
     file = folder / "index.html"
     file.write_text(file.read_text().replace("50", "51", 1))
 
@@ -416,7 +416,7 @@ def of_another_site(folder):
 @pytest.mark.parametrize(
     ("harm", "word"),
     [
-        (edited, "index.html is not as S0 signed it"),
+        (edit_page, "index.html is not as S0 signed it"),
         (lambda folder: (folder / "more.txt").write_text("x"), "more.txt is not as"),
         (lambda folder: write_json(folder / "a" / "evidence.sig.json", {}), "a/evidence.sig.json is not as"),
         (lambda folder: (folder / "dossier.html").unlink(), "dossier.html is not as"),
@@ -440,7 +440,7 @@ def test_without_a_startup_kit_evidence_is_verified_by_its_root_ca_word_for_word
     file.write_text(json.dumps({key: said[key] for key in said if key != "root"}))
     refused(lambda: verify_evidence(copy, None), "give --kit")
     file.write_text(json.dumps(said))
-    edited(copy)
+    edit_page(copy)
     refused(lambda: verify_evidence(copy, None), "index.html is not as S0 signed it")
 
 

@@ -29,7 +29,7 @@ time.sleep(60)
 """
 
 
-def place_of(root, name):
+def make_place(root, name):
     """Return a folder in which `wsi-fl` is a program that waits or fails."""
     (root / name / "wsi_fl").mkdir(parents=True)
     (root / name / "wsi_fl" / "__main__.py").write_text(WAITS)
@@ -37,7 +37,7 @@ def place_of(root, name):
     return DemoMachine(name, root / name, root / name)
 
 
-def gone(place):
+def has_ended(place):
     """Return whether the process of a folder has ended."""
     try:
         os.kill(int((place.working_folder / "pid").read_text()), 0)
@@ -48,23 +48,23 @@ def gone(place):
 
 @pytest.mark.parametrize("by", [KeyboardInterrupt, WsiFlError])
 def test_all_processes_end_with_the_demo(tmp_path, by):
-    place = place_of(tmp_path, "A")
+    place = make_place(tmp_path, "A")
     with pytest.raises(by), child_processes() as crew:
         crew.start_server(place, "waits")
-        assert not gone(place)
+        assert not has_ended(place)
         if by is WsiFlError:
-            crew.run(place_of(tmp_path, "B"), "fails")
+            crew.run(make_place(tmp_path, "B"), "fails")
         raise KeyboardInterrupt
-    assert gone(place)
+    assert has_ended(place)
 
 
 def test_one_failure_ends_the_other_processes_at_once_and_is_reported_in_one_line(tmp_path):
-    places = [place_of(tmp_path, name) for name in "AB"]
+    places = [make_place(tmp_path, name) for name in "AB"]
     began = time.monotonic()
     with child_processes() as crew:
         work = lambda place: crew.run(place, "fails" if place.name == "B" else "waits")  # noqa: E731
         refused(lambda: crew.run_parallel(work, places), "B: wsi-fl fails: so it is", error=WsiFlError)
-    assert all(gone(place) for place in places) and time.monotonic() - began < 30
+    assert all(has_ended(place) for place in places) and time.monotonic() - began < 30
 
 
 @needs_flare

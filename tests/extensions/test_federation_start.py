@@ -77,7 +77,7 @@ def test_child_processes_end_after_their_parent_was_killed(module):
 
 
 @pytest.fixture
-def held(tmp_path):
+def held_kit(tmp_path):
     """A startup kit that another process holds."""
     provision_federation(tmp_path / "kits", federation="one", server="localhost:1", sites=["C1"])
     kit = Kit.open(tmp_path / "kits" / "C1")
@@ -86,20 +86,20 @@ def held(tmp_path):
 
 
 @needs_flare
-def test_a_running_startup_kit_is_not_started_again(held, tmp_path, monkeypatch):
+def test_a_running_startup_kit_is_not_started_again(held_kit, tmp_path, monkeypatch):
     study = SimpleNamespace(root=tmp_path)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a second client was started"))
-    refused(lambda: start_kit(held, study, report=print), "C1 runs already", error=WsiFlError)
+    refused(lambda: start_kit(held_kit, study, report=print), "C1 runs already", error=WsiFlError)
 
 
-def test_a_running_startup_kit_is_not_started_again_over_a_folder(held, tmp_path, monkeypatch):
+def test_a_running_startup_kit_is_not_started_again_over_a_folder(held_kit, tmp_path, monkeypatch):
     settings = SimpleNamespace(comm=SimpleNamespace(timeout_s=60.0))
     plan = SimpleNamespace(digest="0" * 64, most_bytes=1, pipeline=lambda: settings)
     monkeypatch.setattr(starting, "load_approved_plan", lambda *_: plan)
     monkeypatch.setattr(starting, "_take_part_until_done", lambda *_: pytest.fail("a second one takes part"))
     study = SimpleNamespace(root=tmp_path / "other")
     (tmp_path / "share").mkdir()
-    again = lambda: starting.take_part_by_folder(study, held, folder=str(tmp_path / "share"))  # noqa: E731
+    again = lambda: starting.take_part_by_folder(study, held_kit, folder=str(tmp_path / "share"))  # noqa: E731
     refused(again, "C1 runs already", error=WsiFlError)
 
 

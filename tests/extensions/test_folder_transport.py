@@ -635,16 +635,16 @@ def test_no_new_run_is_charged_silently_next_to_one_with_rounds(first, second):
 
 
 @pytest.fixture
-def agreed(tmp_path):
+def agreed_plan(tmp_path):
     """A study of two sites, their plan, and the status of a run of it."""
     study = make_study(tmp_path / "study", n_sites=2)
     plan = plan_of(study, "proxyfl", ["sites=['S0', 'S1']"], ["S0", "S1"])
     return study, plan, RunContext.create(study, plan.pipeline(), "proxyfl")
 
 
-def test_a_run_without_rounds_that_only_one_site_has_is_abandoned(agreed):
+def test_a_run_without_rounds_that_only_one_site_has_is_abandoned(agreed_plan):
     """The other site was killed before its folder was created."""
-    study, plan, party = agreed
+    study, plan, party = agreed_plan
 
     def told(identity, *runs):
         offered = {"number": 1, "name": "proxyfl-small", "identity": identity * 32}
@@ -661,9 +661,9 @@ def test_a_run_without_rounds_that_only_one_site_has_is_abandoned(agreed):
     refused(lambda: select_run(party, lacking, told("4")), "begins with all its sites", error=ReportableError)
 
 
-def test_a_site_with_local_rounds_begins_no_other_run_on_the_claim_of_a_peer(agreed):
+def test_a_site_with_local_rounds_begins_no_other_run_on_the_claim_of_a_peer(agreed_plan):
     """A false claim of an unknown continued run would make the site spend again."""
-    _, plan, party = agreed
+    _, plan, party = agreed_plan
     offered = {"number": 1, "name": "proxyfl-small", "identity": "1" * 32}
     asked = RunRequest(plan.name, resumes_last=True, agreement=plan.digest, approved="monday")
     mine = select_run(party, asked, Told({"runs": []}, offered, {"claimed": True}))

@@ -120,7 +120,7 @@ def films(n, seed, side=8):
     return values.clip(0, 255).astype(np.uint8).reshape(n, side, side, 3)
 
 
-def apart(a, b):
+def pairwise_distances(a, b):
     """Distances [n, m] between images, by brute force."""
     return np.sqrt(((a[:, None].astype(float) - b[None]) ** 2).reshape(len(a), len(b), -1).mean(-1)) / 255
 
@@ -130,7 +130,7 @@ def apart(a, b):
 def test_distances_by_blocks_equal_brute_force(n, m, side, seed, memory):
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(0, 256, (k, side, side, 3)).astype(np.uint8) for k in (n, m))
-    found, every = find_nearest(a, b, memory_bytes=memory), apart(a, b)
+    found, every = find_nearest(a, b, memory_bytes=memory), pairwise_distances(a, b)
     assert np.allclose(found.distance, every.min(1)) and (found.row == every.argmin(1)).all()
     usual = 0.5 * np.sort(every, axis=1)[:, :50].mean(1)
     assert np.allclose(found.relative, np.divide(every.min(1), usual, out=np.zeros(n), where=usual > 0))
@@ -170,7 +170,7 @@ def test_twins_among_real_images_do_not_fail_a_generator():
 def test_the_nearest_other_image_is_never_the_image_itself(n, seed, memory):
     a = np.random.default_rng(seed).integers(0, 256, (n, 3, 3, 1)).astype(np.uint8)
     patient = np.random.default_rng(seed + 1).integers(0, 1 + n // 2, n).astype(str)
-    every = apart(a, a)
+    every = pairwise_distances(a, a)
     every[(patient[:, None] == patient) | (every == 0)] = np.inf
     assert np.allclose(find_nearest_other(a, patient, memory_bytes=memory), every.min(1))
 
@@ -183,13 +183,13 @@ def numbered(images):
     return np.arange(len(images)).astype(str)
 
 
-def relative(training, patient, held_out, generated):
+def compare_relative(training, patient, held_out, generated):
     """Compare as the check does."""
     usual = find_nearest_other(training, patient), find_nearest(held_out, training).distance
     return copying_evidence._compare_distances(*map(quotients, (training, held_out), (generated, generated), usual))
 
 
-def of_patients(n, each, seed):
+def patient_images(n, each, seed):
     """Return images that resemble those of the same patient."""
     rng = np.random.default_rng(seed)
     centres = np.repeat(rng.integers(30, 226, (n, 8, 8, 1)), each, 0)
@@ -199,15 +199,15 @@ def of_patients(n, each, seed):
 
 def test_images_of_the_same_patient_hide_no_memorisation():
     """A training image has siblings in the training set, a held-out one has none."""
-    training, patient = of_patients(20, 10, 1)
-    held_out, honest = of_patients(20, 5, 2)[0], of_patients(40, 10, 3)[0]
-    found = relative(training, patient, held_out, honest)
+    training, patient = patient_images(20, 10, 1)
+    held_out, honest = patient_images(20, 5, 2)[0], patient_images(40, 10, 3)[0]
+    found = compare_relative(training, patient, held_out, honest)
     assert found.list_reasons("honest") == [] and 0.35 < found.nearer < 0.65
     copies = np.concatenate([honest, (training[:20] // 2 * 2)])
-    assert relative(training, patient, held_out, copies).list_reasons("twenty copies")
+    assert compare_relative(training, patient, held_out, copies).list_reasons("twenty copies")
     rng = np.random.default_rng(4)
     alike = (training.astype(int) + rng.integers(-40, 41, training.shape)).clip(0, 255).astype(np.uint8)
-    assert relative(training, patient, held_out, alike).list_reasons("knows the patients")
+    assert compare_relative(training, patient, held_out, alike).list_reasons("knows the patients")
 
 
 def test_training_images_with_a_twin_are_compared():
@@ -215,8 +215,8 @@ def test_training_images_with_a_twin_are_compared():
     training, held_out, honest = films(150, 1), films(60, 2), films(300, 3)
     training[40:80] = training[:40]
     copier = np.concatenate([honest, training[:40]])
-    assert relative(training, numbered(training), held_out, honest).copies_training == 0
-    found = relative(training, numbered(training), held_out, copier)
+    assert compare_relative(training, numbered(training), held_out, honest).copies_training == 0
+    found = compare_relative(training, numbered(training), held_out, copier)
     assert found.copies_training == 80 and found.list_reasons("twins")
 
 

@@ -34,7 +34,7 @@ def no_proxy_here(monkeypatch):
 
 
 @contextmanager
-def serving(startup, host="127.0.0.1"):
+def serve_tls(startup, host="127.0.0.1"):
     """The port of a server with the key and certificate in a folder, which requires clients of the same root CA."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=startup / "rootCA.pem")
     context.verify_mode = ssl.CERT_REQUIRED
@@ -92,7 +92,7 @@ def test_a_device_that_intercepts_tls_is_named(founded, tmp_path):
     shown = issue_certificate(build_request(key, "server", "one"), root_key, root, role="server", hosts=("localhost",))
     for name, text in (("rootCA.pem", root), ("server.crt", shown), ("server.key", key)):
         (tmp_path / name).write_text(text)
-    with serving(tmp_path) as port:
+    with serve_tls(tmp_path) as port:
         steps = steps_of(kit_of(founded, "straight", port))
     ok, said = steps["mutual TLS"]
     assert not ok and "\n" not in said and "opens TLS" in said and "exception" in said
@@ -101,7 +101,7 @@ def test_a_device_that_intercepts_tls_is_named(founded, tmp_path):
 
 
 def test_a_server_of_the_federation_by_another_name_is_no_interception(founded):
-    with serving(founded / "straight" / "server" / "startup") as port:
+    with serve_tls(founded / "straight" / "server" / "startup") as port:
         assert find_likely_reason(kit_of(founded, "straight", port)) == ""
         said = find_likely_reason(kit_of(founded, "straight", port, host="127.0.0.1"))
     assert "the server's certificate was refused" in said and "opens TLS" not in said
@@ -110,7 +110,7 @@ def test_a_server_of_the_federation_by_another_name_is_no_interception(founded):
 def test_a_server_can_be_reached_by_its_ipv6_address(founded):
     if not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
-    with serving(founded / "six" / "server" / "startup", "::1") as port:
+    with serve_tls(founded / "six" / "server" / "startup", "::1") as port:
         kit = kit_of(founded, "six", port)
         assert server_address(kit) == ("::1", port)
         assert [ok for ok, _ in steps_of(kit).values()] == [True] * 4
@@ -126,7 +126,7 @@ def guarded(tmp_path_factory):
 @needs_proxy
 def test_check_goes_through_a_proxy_and_names_it(founded, guarded, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", f"http://user:{WRITTEN}@127.0.0.1:{guarded}")
-    with serving(founded / "named" / "server" / "startup") as port:
+    with serve_tls(founded / "named" / "server" / "startup") as port:
         steps = steps_of(kit_of(founded, "named", port))
     assert list(steps) == ["certificate", "proxy", "mutual TLS"]
     assert all(ok for ok, _ in steps.values()), steps

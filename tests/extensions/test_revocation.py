@@ -94,7 +94,7 @@ def list_after(name, folder):
     return Path(revoke_site(name, folder)["file"]).read_text()
 
 
-def joined(one, name):
+def take_part_with_certificate(one, name):
     """Take part with the certificate in the startup kit."""
     return install_certificate(one / name / f"certificate-{name}.json", one / name)
 
@@ -124,7 +124,7 @@ def test_a_withdrawal_covers_every_certificate_of_a_key_also_earlier_ones_by_the
     away.rename(one / "root" / "root.key")
     first = identity_of(one, "C1").certificate
     approve_request(one / "C1" / "request-C1.json", one)
-    joined(one, "C1")
+    take_part_with_certificate(one, "C1")
     second = identity_of(one, "C1").certificate
     issued = one / "root" / "issued.jsonl"
     number = verify_certificate(second, trusted_by(one)).number
@@ -380,7 +380,7 @@ def test_a_renewed_certificate_is_valid_longer_and_needs_no_telephone_call(one, 
     old = identity_of(one, "C1")
     said = create_renewal_request(one / "C1")
     assert approve_request(Path(said["file"]), one)["withdrew"] is None
-    joined(one, "C1")
+    take_part_with_certificate(one, "C1")
     new = identity_of(one, "C1")
     assert new.certificate != old.certificate
     assert key_fingerprint(new.certificate) == key_fingerprint(old.certificate)
@@ -465,5 +465,5 @@ def test_a_startup_kit_stays_in_its_federation(place, one):
     approve_request(Path(made["file"]), one, unchecked=True)
     install_certificate(place / "C5" / "certificate-C5.json", place / "C5", unchecked=True)
     approve_request(Path(made["file"]), place / "two", unchecked=True)
-    refused(lambda: joined(place, "C5"), "of another federation")
+    refused(lambda: take_part_with_certificate(place, "C5"), "of another federation")
     assert Kit.open(place / "C5").document["federation"] == "one"

@@ -114,7 +114,7 @@ def test_losses_repeats_delays_and_disorder_change_nothing(identities, folder):
     assert len(counts) == 3 and min(counts.values()) > 3
 
 
-def noting(work, refused):
+def record_refusals(work, refused):
     """The work, which records the reasons of refused messages at its end."""
 
     def noted(comm):
@@ -143,7 +143,7 @@ def test_an_altered_or_forged_message_is_refused_and_the_original_accepted(ident
     def meddle(sender, to, name, letter):
         return [letter] if sender != "C1" or name == "hello" else [forged(letter, to), letter]
 
-    right(together(identities, noting(rounds_of(folder), refused), meddle=meddle))
+    right(together(identities, record_refusals(rounds_of(folder), refused), meddle=meddle))
     known = {"head": "B1 came, who takes no part", "body": "was altered on its way"}
     said = known.get(how, "was not signed by it")
     assert len([one for one in refused if said in one]) > 3, refused
@@ -186,7 +186,7 @@ def test_an_old_handshake_for_another_plan_is_ignored_and_no_site_is_blamed(iden
     def meddle(sender, to, name, letter):
         return [old, letter] if name == "hello" and to != "C3" else [letter]
 
-    right(together(identities, noting(rounds_of(folder), refused), meddle=meddle))
+    right(together(identities, record_refusals(rounds_of(folder), refused), meddle=meddle))
     assert {"a handshake as C3 for another plan (11111111) was ignored"} == set(refused)
 
 
@@ -388,7 +388,7 @@ def test_messages_of_an_earlier_session_are_refused(identities, folder, kept):
     def play_back(sender, to, name, letter):
         return [letter] if name == "hello" else [kept[sender, to, name], letter]
 
-    right(together(identities, noting(rounds_of(folder, 2), refused), meddle=play_back), 2)
+    right(together(identities, record_refusals(rounds_of(folder, 2), refused), meddle=play_back), 2)
     assert any("another session" in one for one in refused)
 
 
@@ -405,29 +405,29 @@ def test_old_handshakes_may_stop_a_run_and_never_change_it(identities, folder, k
 FOUR = ("C1", "C2", "C3", "C4")
 
 
-def of(me, at_least=2, **heard):
+def membership_of(me, at_least=2, **heard):
     one = SitePresence(SimpleNamespace(name=me), FOUR, at_least)
     one.sealer.latest_handshakes.update(heard)
     return one
 
 
-def gone(one):
+def dropped_sites(one):
     return [name for name in FOUR if one.has_dropped_out(name)]
 
 
 def test_a_site_that_timed_out_has_dropped_out_until_its_newer_handshake():
-    one = of("C1", C2=5.0, C3=6.0)
-    assert gone(one) == []
+    one = membership_of("C1", C2=5.0, C3=6.0)
+    assert dropped_sites(one) == []
     one.mark_dropped_out(["C3", "C4"], "silent")
-    assert gone(one) == ["C3", "C4"] and one.dropped_out == {"C3": 6.0, "C4": 0.0}
+    assert dropped_sites(one) == ["C3", "C4"] and one.dropped_out == {"C3": 6.0, "C4": 0.0}
     one.sealer.latest_handshakes["C3"] = 6.5
-    assert gone(one) == ["C4"]
+    assert dropped_sites(one) == ["C4"]
     one.sealer.latest_handshakes["C4"] = 1.0  # it came for the first time
-    assert gone(one) == []
+    assert dropped_sites(one) == []
 
 
 def test_below_the_minimum_dropped_out_sites_are_missing():
-    one = of("C1", at_least=3)
+    one = membership_of("C1", at_least=3)
     one.mark_dropped_out(["C3"], "silent")
     assert one.missing_sites() == []
     one.mark_dropped_out(["C4"], "silent")
@@ -438,13 +438,13 @@ def test_below_the_minimum_dropped_out_sites_are_missing():
 
 def test_two_halves_never_continue_separately_at_any_minimum_of_sites():
     for away in (["C3", "C4"], ["C1", "C2"]):
-        one = of(next(name for name in FOUR if name not in away))
+        one = membership_of(next(name for name in FOUR if name not in away))
         one.mark_dropped_out(away, "silent")
         assert one.missing_sites() == away
 
 
 def test_a_site_that_was_left_behind_notices_and_sends_a_later_handshake():
-    one = of("C1")
+    one = membership_of("C1")
     since = one.sealer.started_at
     assert not one.merge_peer_view({"C1": since - 1.0})  # that was an earlier process of it
     assert one.merge_peer_view({"C1": since + 5.0, "C9": 3.0}) and "C9" not in one.dropped_out
@@ -457,7 +457,7 @@ def test_a_handshake_after_a_clock_correction_has_the_new_time(monkeypatch):
     real = time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: real() + 2 * 86400)
-        one = of("C1")
+        one = membership_of("C1")
         assert not one.has_clock_jumped()
     assert one.has_clock_jumped()
     one.mark_dropped_out((), "its clock was set")
@@ -465,7 +465,7 @@ def test_a_handshake_after_a_clock_correction_has_the_new_time(monkeypatch):
 
 
 def test_where_all_sites_are_needed_no_site_is_dropped_on_the_word_of_a_peer():
-    one = of("C1", at_least=None)
+    one = membership_of("C1", at_least=None)
     assert not one.merge_peer_view({"C1": 1e11, "C2": 1e11}) and one.dropped_out == {}
 
 
@@ -474,8 +474,8 @@ def test_membership_does_not_depend_on_the_order_of_messages():
     told = [{name: float(dice.randrange(5)) for name in dice.sample(FOUR, 2)} for _ in range(4)]
     found = set()
     for order in itertools.permutations(told):
-        one = of("C1", C2=2.0, C3=2.0, C4=2.0)
+        one = membership_of("C1", C2=2.0, C3=2.0, C4=2.0)
         for beliefs in order:
             one.merge_peer_view(beliefs)
-        found.add((tuple(gone(one)), tuple(sorted(one.dropped_out.items()))))
+        found.add((tuple(dropped_sites(one)), tuple(sorted(one.dropped_out.items()))))
     assert len(found) == 1

@@ -42,31 +42,31 @@ ODD = {
 
 
 @pytest.fixture(params=ODD)
-def odd(request, tmp_path):
+def special_file(request, tmp_path):
     """A path of a shared folder with something other than a regular file."""
     ODD[request.param](tmp_path / "plan.json")
     return tmp_path / "plan.json"
 
 
-def test_a_share_reads_no_special_file(odd):
+def test_a_share_reads_no_special_file(special_file):
     with pytest.raises((WsiFlError, OSError)):  # a socket cannot even be opened
-        SharedFolder(str(odd.parent)).read(100, odd.name)
+        SharedFolder(str(special_file.parent)).read(100, special_file.name)
 
 
-def test_a_special_file_in_place_of_a_plan_is_reported_and_skipped(odd, monkeypatch, capfd):
+def test_a_special_file_in_place_of_a_plan_is_reported_and_skipped(special_file, monkeypatch, capfd):
     monkeypatch.setattr(start, "load_preapproval", lambda *_: {"id": "1"})
     monkeypatch.setattr(start, "admit_plan", lambda *_: pytest.fail("there is no plan"))
-    start._admit_shared_plan(None, SimpleNamespace(name="S0"), str(odd.parent))
+    start._admit_shared_plan(None, SimpleNamespace(name="S0"), str(special_file.parent))
     said = capfd.readouterr().err
     assert said.count("\n") <= 1
-    if not odd.is_socket():
+    if not special_file.is_socket():
         assert "plan.json: is no ordinary file" in said
 
 
-def test_a_special_file_in_place_of_a_revocation_list_is_reported_in_one_line(odd):
-    odd.rename(odd.with_name("withdrawn.pem"))
+def test_a_special_file_in_place_of_a_revocation_list_is_reported_in_one_line(special_file):
+    special_file.rename(special_file.with_name("withdrawn.pem"))
     kit = SimpleNamespace(update_revocation_list=lambda _: False, load_revocation_list=lambda: SimpleNamespace(text=""))
-    assert "\n" not in sync_revocation_list(kit, str(odd.parent))
+    assert "\n" not in sync_revocation_list(kit, str(special_file.parent))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_a_special_file_in_place_of_a_revocation_list_is_reported_in_one_line(od
         lambda path: file_lock(path, "busy").__enter__(),
     ],
 )
-def test_files_of_others_are_checked_before_they_are_opened(odd, read):
-    Path(odd.with_name("evidence.sig.json")).symlink_to(odd)
-    refused(lambda: read(odd), "", error=WsiFlError)
+def test_files_of_others_are_checked_before_they_are_opened(special_file, read):
+    Path(special_file.with_name("evidence.sig.json")).symlink_to(special_file)
+    refused(lambda: read(special_file), "", error=WsiFlError)
 
 
 def test_abandoned_pipes_are_skipped(tmp_path):

@@ -76,7 +76,7 @@ def log_of(study):
     return preapproval_path(study).with_suffix(".log")
 
 
-def framed(study, identities, plan, site="S0", **given):
+def sign_standing_approval(study, identities, plan, site="S0", **given):
     limits = {"epsilon": 3.0, "until": (TODAY + timedelta(30)).isoformat(), "runs": 3} | given
     frame = make_preapproval(study, plan, site, **limits)
     write_preapproval(study, frame, identities[site])
@@ -96,7 +96,7 @@ def together(studies, identities, plan):
 
 
 def test_a_standing_approval_has_every_statement_of_a_plan_and_contains_its_own_plan(study, identities, plan):
-    frame = framed(study, identities, plan)
+    frame = sign_standing_approval(study, identities, plan)
     allows = frame["allows"]
     said = {"method": "proxyfl", "unit": "patient", "delta": 1e-5, "guarantee": "guaranteed"}
     assert {key: allows[key] for key in said} == {key: [value] for key, value in said.items()}
@@ -141,11 +141,13 @@ def test_a_standing_approval_has_every_statement_of_a_plan_and_contains_its_own_
 
 def test_a_standing_approval_beyond_the_site_file_or_the_plan_is_refused(study, identities, plan):
     for much in (51.0, 0.0, float("nan")):
-        refused(lambda much=much: framed(study, identities, plan, epsilon=much), "S0.toml: max_epsilon = 50")
-    refused(lambda: framed(study, identities, plan, until="soon"), "--until 2027-03-31")
-    refused(lambda: framed(study, identities, plan, partners=["S7"]), "no site S7")
-    refused(lambda: framed(study, identities, plan, methods=["regular"]), "regular shares nothing")
-    two = framed(study, identities, plan, methods=["proxyfl", "fedavg"], partners=["S1"])
+        refused(
+            lambda much=much: sign_standing_approval(study, identities, plan, epsilon=much), "S0.toml: max_epsilon = 50"
+        )
+    refused(lambda: sign_standing_approval(study, identities, plan, until="soon"), "--until 2027-03-31")
+    refused(lambda: sign_standing_approval(study, identities, plan, partners=["S7"]), "no site S7")
+    refused(lambda: sign_standing_approval(study, identities, plan, methods=["regular"]), "regular shares nothing")
+    two = sign_standing_approval(study, identities, plan, methods=["proxyfl", "fedavg"], partners=["S1"])
     assert two["allows"]["method"] == ["proxyfl", "fedavg"] and "central model" in two["allows"]["leaves"]
     assert len(two["allows"]["partners"]) == 2  # its own too
 
@@ -155,7 +157,7 @@ def test_a_plan_within_a_standing_approval_is_approved_and_any_other_is_refused_
 ):
     admit_plan(study, me, plan)  # without a frame nothing changes
     assert not approval_path(study, "S0").exists() and not log_of(study).exists()
-    frame = framed(study, identities, plan)
+    frame = sign_standing_approval(study, identities, plan)
     admit_plan(study, me, plan)
     approval = json.loads(approval_path(study, "S0").read_text())
     assert approval["preapproval"] == frame["id"] and len(approval["preapproval_sha256"]) == 64
@@ -180,7 +182,7 @@ def test_a_plan_within_a_standing_approval_is_approved_and_any_other_is_refused_
 
 
 def test_a_standing_approval_that_was_changed_or_signed_by_others_does_not_count(study, identities, plan):
-    frame = framed(study, identities, plan)
+    frame = sign_standing_approval(study, identities, plan)
     path = preapproval_path(study)
     path.write_text(path.read_text().replace('"runs": 3', '"runs": 4'))
     words = "federation/preapproval.json cannot be used", "not signed"
@@ -195,7 +197,7 @@ def test_a_standing_approval_that_was_changed_or_signed_by_others_does_not_count
 def test_a_withdrawn_or_expired_standing_approval_approves_nothing_and_voids_approvals(
     study, identities, me, plan, monkeypatch
 ):
-    frame = framed(study, identities, plan)
+    frame = sign_standing_approval(study, identities, plan)
     admit_plan(study, me, plan)
     with monkeypatch.context() as patch:
         patch.setattr(preapproval, "has_expired", lambda *_: True)
@@ -208,7 +210,7 @@ def test_a_withdrawn_or_expired_standing_approval_approves_nothing_and_voids_app
     preapproval_path(study).write_text(gone.read_text())  # as it comes back from a backup
     assert load_preapproval(study, me) is None
     refused(lambda: load_approved_plan(study, me), "withdrew the standing approval")
-    framed(study, identities, plan)  # another frame brings no old approval back
+    sign_standing_approval(study, identities, plan)  # another frame brings no old approval back
     refused(lambda: load_approved_plan(study, me), "withdrew the standing approval")
     sign_plan(study, review_plan(study, plan, "S0"), me)  # a person's own approval needs none
     revoke_preapproval(study, me)
@@ -216,7 +218,7 @@ def test_a_withdrawn_or_expired_standing_approval_approves_nothing_and_voids_app
 
 
 def test_refusals_that_depend_on_a_single_patient_are_not_disclosed(study, identities, me, plan, monkeypatch):
-    framed(study, identities, plan)
+    sign_standing_approval(study, identities, plan)
     looked = review_plan(study, plan, "S0", load_preapproval(study, me))
     group = {"rows": 700, "epsilon": 99.0, "delta": 1e-5}
     above = replace(looked, cost=replace(looked.cost, group=group, lifetime_group=group))
@@ -244,7 +246,11 @@ def test_refusals_that_depend_on_a_single_patient_are_not_disclosed(study, ident
     monkeypatch.setattr("wsi_fl.hospitals.plans.preapproval_check.review_plan", lambda *_: above)
     admit_plan(study, me, plan)
     assert "above your max_epsilon" in log_of(study).read_text()
-    refused(lambda: framed(study, identities, plan), "above your max_epsilon", "no standing approval is for such plans")
+    refused(
+        lambda: sign_standing_approval(study, identities, plan),
+        "above your max_epsilon",
+        "no standing approval is for such plans",
+    )
 
 
 def spend(study, me, run, rounds):
@@ -258,7 +264,7 @@ def spend(study, me, run, rounds):
 
 def test_a_site_that_spent_more_than_its_standing_approval_sends_nothing_more(study, identities, me, plan):
     """Two runs overlap: each was within the standing approval when its plan came, and both together are not."""
-    framed(study, identities, plan, epsilon=2.0, runs=2)
+    sign_standing_approval(study, identities, plan, epsilon=2.0, runs=2)
     admit_plan(study, me, plan)
     spend(study, me, "a" * 32, 2)
     assert load_approved_plan(study, me)
@@ -266,7 +272,7 @@ def test_a_site_that_spent_more_than_its_standing_approval_sends_nothing_more(st
     assert load_approved_plan(study, me)
     spend(study, me, "a" * 32, 3)
     refused(lambda: load_approved_plan(study, me), "S0 spent ε = 2.", "of the 2 of its standing approval")
-    framed(study, identities, plan, epsilon=9.0, runs=2)
+    sign_standing_approval(study, identities, plan, epsilon=9.0, runs=2)
     admit_plan(study, me, plan)
     for run in "cde":
         assert load_approved_plan(study, me)
@@ -277,7 +283,7 @@ def test_a_site_that_spent_more_than_its_standing_approval_sends_nothing_more(st
 def test_an_approval_that_is_replaced_as_a_run_begins_ends_the_run(study, identities, me, plan, monkeypatch):
     """Ledger lines would name another approval than that of the running plan."""
     sign_plan(study, review_plan(study, plan, "S0"), me)  # by a person
-    framed(study, identities, plan)
+    sign_standing_approval(study, identities, plan)
     other, seen = made(study, identities, "train.lr=0.5", out="other.json"), []
 
     def meanwhile(*given):
@@ -291,7 +297,7 @@ def test_an_approval_that_is_replaced_as_a_run_begins_ends_the_run(study, identi
 
 
 def test_a_patch_release_that_the_standing_approval_lists_voids_no_approval(study, identities, me, plan, monkeypatch):
-    frame = framed(study, identities, plan)
+    frame = sign_standing_approval(study, identities, plan)
     admit_plan(study, me, plan)
     for name in ("signed", "admitting", "making"):
         monkeypatch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", lambda: "1" * 64)
@@ -318,7 +324,7 @@ def test_a_plan_in_the_shared_folder_is_taken_only_within_a_standing_approval(tm
     (share / "plan.json").write_text(plan.text)
     _admit_shared_plan(study, me, str(share))
     assert not approval_path(study, "S0").exists()
-    framed(study, identities, plan)
+    sign_standing_approval(study, identities, plan)
     _admit_shared_plan(study, me, str(share))
     assert load_approved_plan(study, me).digest == plan.digest
     other = made(study, identities, method="fedavg")
@@ -329,12 +335,12 @@ def test_a_plan_in_the_shared_folder_is_taken_only_within_a_standing_approval(tm
 
 
 @pytest.fixture
-def pair(tmp_path, identities):
+def two_hospitals(tmp_path, identities):
     """Two hospitals with standing approvals that were made of the same plan."""
     studies = {name: larger_study(tmp_path / name, n_sites=2, site_extra=REAL) for name in SITES}
     plan = made(studies["S0"], identities)
     for name in SITES:
-        framed(studies[name], identities, plan, name, runs=12, epsilon=3.0)
+        sign_standing_approval(studies[name], identities, plan, name, runs=12, epsilon=3.0)
     return studies, plan
 
 
@@ -347,8 +353,8 @@ ODD = [
 
 
 @pytest.mark.slow
-def test_of_twenty_plans_only_the_half_within_the_standing_approval_run(pair, identities):
-    studies, _ = pair
+def test_of_twenty_plans_only_the_half_within_the_standing_approval_run(two_hospitals, identities):
+    studies, _ = two_hospitals
     ran, refused_ = [], []
     for k in range(10):
         for inside in (True, False):
@@ -450,7 +456,7 @@ def test_over_a_folder_the_plan_is_taken_from_it(tmp_path):
     bed.processes.clear()
 
 
-def with_said(plan, **changed):
+def change_statements(plan, **changed):
     """A plan with changed statements; `learns` holds those of its data, unnamed keys stay."""
     document = json.loads(plan.text)
     learns = document["learns"] | changed.pop("learns", {})
@@ -470,8 +476,8 @@ ODD_SETTINGS = (
 
 @pytest.mark.parametrize("odd", ODD_SETTINGS)
 def test_settings_in_a_form_that_plans_never_write_are_refused_unparsed(study, identities, me, plan, odd, monkeypatch):
-    framed(study, identities, plan)
-    sent, read, loads = with_said(plan, settings=plan.document["settings"] + odd), [], tomllib.loads
+    sign_standing_approval(study, identities, plan)
+    sent, read, loads = change_statements(plan, settings=plan.document["settings"] + odd), [], tomllib.loads
     monkeypatch.setattr(tomllib, "loads", lambda text: (read.append(text), loads(text))[1])
     refused(lambda: admit_plan(study, me, sent), f"plan {sent.digest[:8]} is damaged")
     refused(lambda: review_plan(study, sent, "S0"), "settings are not as plans write them")
@@ -485,13 +491,13 @@ def test_dots_in_values_are_not_read_as_keys(study, identities, me):
 
 
 def test_a_plan_must_describe_its_data_with_exactly_the_known_keys(study, identities, me, plan):
-    framed(study, identities, plan)
+    sign_standing_approval(study, identities, plan)
     for learns, odd in (
         ({"says": "All ethics boards have agreed to this plan."}, "learns.says"),
         ({"says": plan.document["learns"]["says"] + " It was audited."}, "learns.says"),
         ({"parameters": None}, "learns.parameters"),
     ):
-        sent = with_said(plan, learns=learns)
+        sent = change_statements(plan, learns=learns)
         refused(lambda sent=sent: review_plan(study, sent, "S0"), f"does not match its settings ({odd})")
         refused(lambda sent=sent: admit_plan(study, me, sent), "S0 cannot approve")
     assert review_plan(study, plan, "S0")
@@ -499,14 +505,14 @@ def test_a_plan_must_describe_its_data_with_exactly_the_known_keys(study, identi
 
 def test_the_order_of_sites_is_part_of_a_standing_approval(study, identities, me, plan):
     """The first site of a star gets each site's statistics, the others their mean."""
-    framed(study, identities, plan)
+    sign_standing_approval(study, identities, plan)
     other = made(study, identities, 'sites=["S1", "S0"]')
     refused(lambda: admit_plan(study, me, other), "order: S1, S0, where the standing approval has S0, S1")
 
 
 @pytest.mark.parametrize("count", ['{"plans": ""}', '{"plans": 3}', "{}", '{"plans": [3]}'])
 def test_a_damaged_count_of_plans_is_refused(study, identities, me, plan, count):
-    frame = framed(study, identities, plan)
+    frame = sign_standing_approval(study, identities, plan)
     admit_plan(study, me, plan)
     path = study.root / "federation" / f"preapproval-{frame['id']}-admitted.json"
     path.write_text(count)

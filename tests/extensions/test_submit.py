@@ -38,7 +38,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def said(trained, monkeypatch):
+def job_replies(trained, monkeypatch):
     """The job replies of the hospitals."""
     study, summary = trained
     answers = {site: public_summary(study, site, dict(summary)) for site in SITES}
@@ -46,7 +46,7 @@ def said(trained, monkeypatch):
     return answers
 
 
-def test_the_result_has_the_scores_and_a_page_of_releases_only(trained, said, tmp_path):
+def test_the_result_has_the_scores_and_a_page_of_releases_only(trained, job_replies, tmp_path):
     study, summary = trained
     document = submit_plan(None, PLAN, out=tmp_path / "result")
     kept = RunFolder(study.find_run(summary["run"])).site_folder("S1").read_document("scores")
@@ -56,32 +56,32 @@ def test_the_result_has_the_scores_and_a_page_of_releases_only(trained, said, tm
     assert document["report"] == str(tmp_path / "result" / "report.html")
     assert all(f">{site}<" in page for site in SITES) and "outlined cells are models" in page
     assert str(study.root) not in page and "_patient_" not in page and "_slide_" not in page
-    for answer in said.values():
+    for answer in job_replies.values():
         answer["scores"] = None
     submit_plan(None, PLAN, out=tmp_path / "bare")
     assert not (tmp_path / "bare" / "scores.json").exists()
     assert "No hospital released counts" in (tmp_path / "bare" / "report.html").read_text()
 
 
-def test_hospitals_that_hold_different_scores_are_named(said, tmp_path):
-    said["S1"]["scores"] = said["S1"]["scores"] | {"round": 99}
+def test_hospitals_that_hold_different_scores_are_named(job_replies, tmp_path):
+    job_replies["S1"]["scores"] = job_replies["S1"]["scores"] | {"round": 99}
     refused(lambda: submit_plan(None, PLAN, out=tmp_path), "S0 and S1 hold different scores", error=WsiFlError)
     assert not list(tmp_path.iterdir())
 
 
-def test_no_result_replaces_another(said, tmp_path, monkeypatch):
+def test_no_result_replaces_another(job_replies, tmp_path, monkeypatch):
     kept = lambda: submit_plan(None, PLAN, parent_folder=tmp_path)["out"]  # noqa: E731
-    name = f"result-{said['S0']['run'].removeprefix('runs/')}"
+    name = f"result-{job_replies['S0']['run'].removeprefix('runs/')}"
     assert kept() == str(tmp_path / name)
     first = (tmp_path / name / "summary.json").read_text()
-    for answer in said.values():
+    for answer in job_replies.values():
         answer["run"] = "runs/00007-other"
     assert kept() == str(tmp_path / "result-00007-other")
-    said["S0"]["seconds"] += 1
+    job_replies["S0"]["seconds"] += 1
     assert kept() == str(tmp_path / "result-00007-other-2")
     assert (tmp_path / name / "summary.json").read_text() == first
     for run in ("../../elsewhere", "runs/..", "/etc", "runs/a b"):
-        for answer in said.values():
+        for answer in job_replies.values():
             answer["run"], answer["scores"] = run, None
         assert Path(kept()).parent == tmp_path and Path(kept()).is_dir()
     monkeypatch.setattr(submitting, "_run_job", lambda *_: pytest.fail("it ran"))

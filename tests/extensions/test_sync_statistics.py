@@ -120,7 +120,7 @@ def all_released(hospitals):
     return hospitals
 
 
-def said_at(hospitals, name, plan):
+def text_at(hospitals, name, plan):
     """The text that people read before they sign."""
     lines = review_lines(review_plan(hospitals.study(name), plan, name))
     return "\n".join(line.text for line in lines if hasattr(line, "text"))
@@ -129,7 +129,7 @@ def said_at(hospitals, name, plan):
 def test_released_class_statistics_are_synced_and_nothing_more_is_spent(all_released):
     hospitals = all_released
     plan = hospitals.plan()
-    cost, said = review_plan(hospitals.study("S0"), plan, "S0").cost, said_at(hospitals, "S0", plan)
+    cost, said = review_plan(hospitals.study("S0"), plan, "S0").cost, text_at(hospitals, "S0", plan)
     assert cost.epsilon == 0 and cost.letter == cost.lifetime_epsilon > 0
     assert "sends the class statistics that it released" in said and "nothing more is spent" in said
     assert "class statistics released before" in said and "no ε is spent" in said
@@ -239,7 +239,7 @@ def test_an_inference_only_site_gets_all_class_statistics_and_sends_none(tmp_pat
     hospitals.release("S0", "S1", "S2")
     plan = hospitals.plan()
     assert review_plan(hospitals.study("S3"), plan, "S3").cost.epsilon is None
-    assert "statistics released before" not in said_at(hospitals, "S3", plan)
+    assert "statistics released before" not in text_at(hospitals, "S3", plan)
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", "S3", plan=plan.digest)
     hospitals.require_heads_of_files(found, ["S0", "S1", "S2"], at=["S3"])
@@ -273,11 +273,11 @@ def test_an_absent_site_counts_by_statistics_that_all_have_and_gets_the_same_hea
 def test_a_plan_that_computes_statistics_again_warns_where_some_were_released(hospitals):
     further = "which cost ε again"
     plan = hospitals.plan("train.from_released=false", "privacy.sigma=5.0")
-    assert further not in said_at(hospitals, "S0", plan)
+    assert further not in text_at(hospitals, "S0", plan)
     hospitals.release("S0")
-    assert further in said_at(hospitals, "S0", plan)
+    assert further in text_at(hospitals, "S0", plan)
     hospitals.release("S1", "S2")
-    assert further not in said_at(hospitals, "S0", hospitals.plan())
+    assert further not in text_at(hospitals, "S0", hospitals.plan())
     for file in hospitals.whole.root.glob("sites/*.toml"):
         file.write_text(file.read_text() + 'allow = ["shared"]\n')
     refused(lambda: hospitals.plan("privacy.noise=shared"), "noise = 'own'")

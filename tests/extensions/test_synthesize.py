@@ -117,7 +117,7 @@ def halfway(trained, tmp_path):
     return study, folder, [folder.path / "state" / f"iteration_{k:07d}.safetensors" for k in (4, 6)]
 
 
-def said_of(study):
+def resumed_output(study):
     """(reported lines, lines of `check`) of a resumed training."""
     damaged = check_stores(study, site="S1")["sites"][0]["damaged"]
     lines = []
@@ -128,10 +128,10 @@ def said_of(study):
 def test_a_missing_checkpoint_is_reported_in_one_line_and_made_again(trained, halfway):
     study, folder, (_, newest) = halfway
     newest.unlink()
-    (line,), (damaged,) = said_of(study)
+    (line,), (damaged,) = resumed_output(study)
     assert line == damaged and newest.name in line and "goes on from iteration 4" in line and "\n" not in line
     assert folder.list_iterations() == [4, 6] and same(tensors(study), tensors(trained))
-    assert folder.read_metrics()[-1]["iteration"] == 6 and said_of(study) == ([], [])
+    assert folder.read_metrics()[-1]["iteration"] == 6 and resumed_output(study) == ([], [])
 
 
 def test_a_checkpoint_in_another_s_place_is_refused(halfway):
@@ -149,7 +149,7 @@ def test_a_training_killed_between_a_checkpoint_and_its_digest_resumes(halfway):
     study, folder, (older, _) = halfway
     known = {"sha256": {"4": hashlib.sha256(older.read_bytes()).hexdigest()}}
     write_sealed(folder.path / "state" / "known.json", known)
-    assert said_of(study) == ([], [])
+    assert resumed_output(study) == ([], [])
 
 
 @pytest.mark.slow
@@ -240,13 +240,13 @@ def test_a_generator_is_resumed_and_checked_only_with_its_training_pixels(tmp_pa
 
 
 @pytest.fixture
-def own(checked, tmp_path):
+def study_copy(checked, tmp_path):
     """A copy of the study that tests may change."""
     return Study(shutil.copytree(checked[0].root, tmp_path / "study"))
 
 
-def test_without_a_check_of_this_generator_nothing_is_written(own, wsi_fl):
-    study = own
+def test_without_a_check_of_this_generator_nothing_is_written(study_copy, wsi_fl):
+    study = study_copy
     path = study.generator_path("S1") / "check.json"
     document = json.loads(path.read_text())
     document["generator"]["sha256"] = "0" * 64
@@ -298,8 +298,8 @@ def test_models_train_on_a_synthetic_store(checked):
     assert {row["site"]: row["guarantee"] for row in summary["sites"]} == {"both": "none", "S1": "guaranteed"}
 
 
-def test_features_of_synthetic_patches_are_marked_as_synthetic(own):
-    study = own
+def test_features_of_synthetic_patches_are_marked_as_synthetic(study_copy):
+    study = study_copy
     sample_generator(study, site="S1", n_per_class=8, name="both", as_site=True)
     with open_store(study, "both") as store:
         meta, table = store.meta, store.table
@@ -310,8 +310,8 @@ def test_features_of_synthetic_patches_are_marked_as_synthetic(own):
     assert row["guarantee"] == "none"
 
 
-def test_a_real_hospitals_generator_becomes_a_site_of_others_only_if_allowed(own):
-    study = own
+def test_a_real_hospitals_generator_becomes_a_site_of_others_only_if_allowed(study_copy):
+    study = study_copy
     path = study.root / "sites" / "S1.toml"
     path.write_text(path.read_text().replace("real = false", "real = true"))
     refused(lambda: sample_generator(study, site="S1", n_per_class=2, as_site=True), "S1.toml", 'allow = ["generator"]')

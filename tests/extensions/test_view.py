@@ -104,7 +104,7 @@ def gallery_of(*paths):
     return Gallery("some", [Exhibit(path.stem, path) for path in paths])
 
 
-def asked(server, path, *, method="GET", host=None, token=True):
+def request_path(server, path, *, method="GET", host=None, token=True):
     """Return (status, headers, body) of a request whose path is sent unchanged."""
     connection = http.client.HTTPConnection(ADDRESS, server.port, timeout=20)
     connection.putrequest(method, f"/{server.token}/{path}" if token else path, skip_host=True)
@@ -117,7 +117,7 @@ def asked(server, path, *, method="GET", host=None, token=True):
 
 
 @contextmanager
-def sent(server, head):
+def send_bytes(server, head):
     """Open a connection and send raw bytes, as no client would; HOST stands for the correct name."""
     with socket.create_connection((ADDRESS, server.port), timeout=20) as connection:
         connection.sendall(head.replace("HOST", f"Host: {ADDRESS}:{server.port}").encode())
@@ -126,7 +126,7 @@ def sent(server, head):
 
 def status_of(server, path):
     head = f"GET {path} HTTP/1.1\r\nHOST\r\nConnection: close\r\n\r\n"
-    with sent(server, head) as connection, connection.makefile("rb") as answer:
+    with send_bytes(server, head) as connection, connection.makefile("rb") as answer:
         return int(answer.readline().split()[1])
 
 
@@ -163,14 +163,14 @@ def server(predicted):
 
 
 def test_the_server_serves_page_list_slide_layer_and_tile(server, archive):
-    assert asked(server, "")[2].startswith(b"<!doctype html>")
-    catalogue = json.loads(asked(server, "slides.json")[2])
+    assert request_path(server, "")[2].startswith(b"<!doctype html>")
+    catalogue = json.loads(request_path(server, "slides.json")[2])
     assert [one["name"] for one in catalogue["slides"]] == [path.stem for path in slides_of(archive, 0)]
-    slide = json.loads(asked(server, "slides/1.json")[2])
+    slide = json.loads(request_path(server, "slides/1.json")[2])
     assert (slide["size"], slide["mpp"], slide["last"]) == ([1024, 1024], 0.5, 10)
-    layer = json.loads(asked(server, "slides/1/layers/0.json")[2])
+    layer = json.loads(request_path(server, "slides/1/layers/0.json")[2])
     assert len(layer["group"]) * 2 == len(layer["xy"]) > 0
-    status, headers, body = asked(server, "slides/1/tiles/10/1_0.jpg")
+    status, headers, body = request_path(server, "slides/1/tiles/10/1_0.jpg")
     assert (status, headers["Content-Type"]) == (200, "image/jpeg")
     with Slide(slides_of(archive, 0)[1]) as one:
         apart = np.asarray(Image.open(io.BytesIO(body))).astype(int) - read_tile(one, 10, 1, 0)
@@ -190,8 +190,8 @@ def test_requests_without_the_token_get_nothing_and_unknown_slides_reveal_no_pat
     for path in ("/", "//", "/slides.json", "/wrong/slides.json", "/../slides.json", "*", "x", "/ü/"):
         assert status_of(server, path) == 403, path
     for token in (server.token[:-1], server.token + "x", server.token.swapcase(), ""):
-        assert asked(server, f"/{token}/slides.json", token=False)[0] == 403
-    assert asked(server, f"/{server.token}", token=False)[0] == 404
+        assert request_path(server, f"/{token}/slides.json", token=False)[0] == 403
+    assert request_path(server, f"/{server.token}", token=False)[0] == 404
     assert len(server.token) >= 43, "256 bits in base64"
     for path in [*NOT_FOUND.split(), "slides/0.json\x00"]:
         assert status_of(server, f"/{server.token}/{path}") == 404, path
@@ -201,11 +201,11 @@ def test_the_server_is_read_only_and_refuses_rebound_host_names(server):
     """It listens on this machine only; a tunnel may use localhost."""
     port = server.port
     for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", "127.0.0.1:1", f"[::1]:{port}", ""):
-        assert asked(server, "slides.json", host=host)[0] == 403, host
-    assert asked(server, "slides.json", host=f"localhost:{port}")[0] == 200
+        assert request_path(server, "slides.json", host=host)[0] == 403, host
+    assert request_path(server, "slides.json", host=f"localhost:{port}")[0] == 200
     assert server.socket.getsockname()[0] == "127.0.0.1"
     for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"):
-        status, headers, _ = asked(server, "slides.json", method=method)
+        status, headers, _ = request_path(server, "slides.json", method=method)
         assert (status, headers["Allow"]) == (405, "GET, HEAD")
 
 
@@ -219,7 +219,7 @@ def test_the_server_is_read_only_and_refuses_rebound_host_names(server):
     ],
 )
 def test_malformed_requests_get_the_same_reply_as_all_others(server, head, status):
-    with sent(server, head) as connection:
+    with send_bytes(server, head) as connection:
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         assert (answer.status, answer.headers["Cache-Control"]) == (status, "no-store")
@@ -230,7 +230,7 @@ def test_malformed_requests_get_the_same_reply_as_all_others(server, head, statu
 def test_a_body_ends_the_connection_and_is_no_second_request(server):
     second = "GET / HTTP/1.1\r\nHOST\r\n\r\n"
     head = f"GET /{server.token}/slides.json HTTP/1.1\r\nHOST\r\nContent-Length: {len(second)}\r\n\r\n"
-    with sent(server, head + second) as connection:
+    with send_bytes(server, head + second) as connection:
         said = connection.makefile("rb").read()
     assert said.count(b"HTTP/1.1 ") == 1 and b"Connection: close" in said
 
@@ -240,20 +240,20 @@ def test_connections_with_an_endless_header_or_beyond_the_limit_are_closed(predi
     monkeypatch.setattr(servers, "_MAX_CONNECTIONS", 3)
     with (
         served(gallery_of()) as running,
-        sent(running, "GET / HTTP/1.1\r\nHost: ") as slow,
-        sent(running, ""),
-        sent(running, ""),
+        send_bytes(running, "GET / HTTP/1.1\r\nHost: ") as slow,
+        send_bytes(running, ""),
+        send_bytes(running, ""),
     ):
-        with sent(running, "") as more:
+        with send_bytes(running, "") as more:
             assert more.recv(1) == b"", "one too many"
         while slow.recv(1 << 16):
             pass
-        assert asked(running, "slides.json")[0] == 200, "there is room again"
+        assert request_path(running, "slides.json")[0] == 200, "there is room again"
 
 
 def test_every_response_forbids_other_origins_caching_and_inline_scripts(server):
     for path in ("", "slides.json", "slides/0/tiles/9/0_0.jpg", "nothing"):
-        headers = asked(server, path)[1]
+        headers = request_path(server, path)[1]
         policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
         assert (policy["default-src"], policy["script-src"]) == ("'none'", "'self'")
         assert "unsafe" not in headers["Content-Security-Policy"]
@@ -277,13 +277,13 @@ def test_slides_that_are_being_read_stay_open_others_are_closed_and_a_layer_is_d
     shown = Gallery("all", [Exhibit(path.stem, path, overlays=[overlay]) for path in paths])
     with ThreadPoolExecutor(8) as pool, served(shown) as running:
         wanted = [f"slides/{k % len(paths)}/tiles/10/{k % 2}_{k // 2 % 2}.jpg" for k in range(64)]
-        found = list(pool.map(lambda path: asked(running, path), wanted))
+        found = list(pool.map(lambda path: request_path(running, path), wanted))
         assert {status for status, *_ in found} == {200}
         assert len({body for _, _, body in found}) == len(set(wanted)) and len(shown._open_slides) == 1
         with shown.borrow_slide(0) as first, shown.borrow_slide(1):
             assert {0, 1} <= set(shown._open_slides) and read_tile(first, 10, 0, 0) is not None
         assert len(shown._open_slides) == 1
-        bodies = {body for _, _, body in pool.map(lambda _: asked(running, "slides/0/layers/0.json"), range(8))}
+        bodies = {body for _, _, body in pool.map(lambda _: request_path(running, "slides/0/layers/0.json"), range(8))}
         assert (bodies, len(drawn)) == ({b'{"rings":[]}'}, 1)
     assert not shown._open_slides
 
@@ -292,19 +292,19 @@ def test_a_slide_that_cannot_be_opened_is_reported_and_the_others_are_shown(tmp_
     (tmp_path / "broken.tif").write_bytes(b"not a slide")
     paths = [tmp_path / "broken.tif", slides_of(archive, 0)[0]]
     with served(gallery_of(*paths)) as running:
-        status, _, body = asked(running, "slides/0.json")
+        status, _, body = request_path(running, "slides/0.json")
         said = json.loads(body)["error"]
         assert (status, said) == (500, "broken.tif: not a slide format that is known here")
-        assert asked(running, "slides/0/tiles/9/0_0.jpg")[0] == 500
-        assert asked(running, "slides/1/tiles/9/0_0.jpg")[0] == 200
+        assert request_path(running, "slides/0/tiles/9/0_0.jpg")[0] == 500
+        assert request_path(running, "slides/1/tiles/9/0_0.jpg")[0] == 200
 
 
 def test_a_slowly_opening_slide_does_not_delay_the_others(archive, monkeypatch):
     paths, go_on = slides_of(archive, 0)[:3], threading.Event()
     monkeypatch.setattr(galleries, "check_opens_safely", lambda path, *_: path == paths[0] and go_on.wait(20))
     with served(gallery_of(*paths)) as running, ThreadPoolExecutor(2) as pool:
-        slow = [pool.submit(asked, running, "slides/0.json") for _ in range(2)]
-        assert asked(running, "slides/1.json")[0] == asked(running, "slides/2/tiles/9/0_0.jpg")[0] == 200
+        slow = [pool.submit(request_path, running, "slides/0.json") for _ in range(2)]
+        assert request_path(running, "slides/1.json")[0] == request_path(running, "slides/2/tiles/9/0_0.jpg")[0] == 200
         assert not any(one.done() for one in slow)
         go_on.set()
         assert [one.result()[0] for one in slow] == [200, 200]
@@ -351,7 +351,7 @@ def test_no_tile_is_read_for_a_closed_connection(flat, monkeypatch):
     with served(gallery_of(flat)) as running:
         running._first.join()
         monkeypatch.setattr("wsi_fl.slides.reading.reader.Slide.read_area", slow)
-        with sent(running, f"GET /{running.token}/slides/0/tiles/9/0_0.jpg HTTP/1.1\r\nHOST\r\n\r\n"):
+        with send_bytes(running, f"GET /{running.token}/slides/0/tiles/9/0_0.jpg HTTP/1.1\r\nHOST\r\n\r\n"):
             assert began.wait(20)
         gone.set()
     assert len(read) == 1, "the first strip of hundreds"
@@ -434,8 +434,8 @@ def test_a_viewer_of_one_site_never_shows_the_slide_of_another(predicted, archiv
     assert mine.path == slides_of(archive, 1)[0] and len(shown.exhibits) == 2
     with served(shown) as running:
         for path in (f"{k}.json", f"{k}/layers/0.json", f"{k}/tiles/9/0_0.jpg"):
-            assert asked(running, f"slides/{path}")[0] == 404
-        assert asked(running, f"slides/{1 - k}/tiles/9/0_0.jpg")[0] == 200
+            assert request_path(running, f"slides/{path}")[0] == 404
+        assert request_path(running, f"slides/{1 - k}/tiles/9/0_0.jpg")[0] == 200
 
 
 def test_a_slide_that_two_sites_name_is_shown_if_no_site_hides_it(own, archive):

@@ -65,7 +65,7 @@ def send(pids, sign):
 
 
 @contextmanager
-def struck(bed, fault, name, machine, line, dice):
+def inject_fault(bed, fault, name, machine, line, dice):
     """Let a hospital or the server suffer one of `FAULTS` within the context."""
     everything = partial(processes_of, bed, name)
     if fault in ("job", "client", "server"):
@@ -154,7 +154,7 @@ def test_a_run_over_flare_ends_by_itself_after_random_faults(tmp_path, monkeypat
         while process.poll() is None and time.monotonic() < ends:
             fault = dice.choice(FAULTS)
             name = "server" if fault == "server" else dice.choice(bed.sites)
-            with struck(bed, fault, name, machines.get(name), lines.get(name), dice):
+            with inject_fault(bed, fault, name, machines.get(name), lines.get(name), dice):
                 suffered.append((fault, name))
                 print(f"{time.strftime('%X')} {fault} at {name}", flush=True)
                 time.sleep(dice.uniform(3, 12))
