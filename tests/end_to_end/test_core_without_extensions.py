@@ -1,4 +1,4 @@
-"""The core does its work where the wings are not there, nor what Linux has and macOS has not."""
+"""The core works without the extensions, and without the features of Linux that macOS lacks."""
 
 import json
 import os
@@ -41,8 +41,8 @@ SMALL = [
 ]
 
 
-def alone(folder: Path, study: Path, *commands):
-    """Run command lines one after another without the wings: neither modules nor entry points."""
+def run_without_extensions(folder: Path, study: Path, *commands):
+    """Run command lines one after another without the extensions, neither modules nor entry points."""
     info = folder / "wsi_fl-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wsi-fl\nVersion: 1.0\n")
@@ -52,8 +52,8 @@ def alone(folder: Path, study: Path, *commands):
     return subprocess.run([sys.executable, "-c", ALONE, json.dumps(commands)], check=False, **how)
 
 
-def test_slides_become_a_report_and_a_comparison_without_the_wings_and_as_on_macos(tmp_path):
-    """What the wings add is missing in one line."""
+def test_slides_become_a_report_and_a_comparison_without_extensions_and_as_on_macos(tmp_path):
+    """Missing extensions are named in one line."""
     archive = simulated_slides.simulate_archive(tmp_path / "archive", n_sites=2, patients_per_site=2, size_px=512)
     init_study(tmp_path / "study", archive=archive)
     settings = [word for one in SMALL for word in ("--set", one)]
@@ -64,7 +64,7 @@ def test_slides_become_a_report_and_a_comparison_without_the_wings_and_as_on_mac
         ["compare", "1", "2", "--no-baseline"],
     ]
     gone = [["synthesize", "train"], ["view"]]
-    done = alone(tmp_path / "installed", tmp_path / "study", *work, *gone)
+    done = run_without_extensions(tmp_path / "installed", tmp_path / "study", *work, *gone)
     codes = json.loads(done.stdout.splitlines()[-1])
     assert codes == [0] * len(work) + [2] * len(gone), done.stderr
     commands, methods = done.stdout.split("Usage:")[1:3]

@@ -1,4 +1,4 @@
-"""The demo says what came out, whichever way: its parts at a small size, and its page where joining did not pay."""
+"""The demo at a small size: its parts, and its page where federated training helped and where it did not."""
 
 import numpy as np
 import pytest
@@ -11,14 +11,14 @@ from wsi_fl.stages.evaluation.compare import compare_methods
 from wsi_fl.stages.training.train import train
 
 
-def test_hospitals_see_as_many_ill_patients_as_is_said():
+def test_hospitals_have_the_stated_number_of_ill_patients():
     slides = plan_slides(4, 20, 512, 0, metastasis_shares=(1.0, 0.5, 0.15, 0.0))
     ill = [sum(slide.is_positive for slide in slides if slide.site == site) for site in range(4)]
     assert ill == [20, 10, 3, 0] and len(slides) == 160
     assert sum(slide.is_positive for slide in plan_slides(2, 3, 512, 0)) == 6
 
 
-def test_the_untrained_encoder_is_always_the_same_and_tells_patches_apart():
+def test_the_untrained_encoder_is_deterministic_and_separates_patches():
     images = draw_public_patches()
     assert images.shape[1:] == (INPUT_PX, INPUT_PX, 3) and len(images) > 30
     np.testing.assert_array_equal(images, draw_public_patches())
@@ -30,8 +30,8 @@ def test_the_untrained_encoder_is_always_the_same_and_tells_patches_apart():
 
 
 @pytest.mark.parametrize("helps", [*nightly(True), False])
-def test_the_page_says_so_where_joining_does_not_pay(tmp_path, helps):
-    """Two hospitals of one class each gain by joining; two that know all there is do not."""
+def test_the_page_reports_where_federated_training_does_not_help(tmp_path, helps):
+    """Two hospitals of one class each gain by federated training; two with complete local data do not."""
     study = make_study(tmp_path / "study", n_sites=3)
     rng = np.random.default_rng(0)
     for k in range(3):
@@ -60,7 +60,7 @@ def test_the_page_says_so_where_joining_does_not_pay(tmp_path, helps):
         assert any(words in page for words in said)
 
 
-def test_a_folder_of_something_else_is_no_demo(tmp_path):
+def test_a_foreign_folder_is_not_taken_for_a_demo(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     refused(lambda: run_demo(tmp_path), "choose another --out")
     assert (tmp_path / "precious.txt").read_text() == "mine"

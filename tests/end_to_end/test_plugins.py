@@ -36,8 +36,8 @@ def installed(folder, name="neighbourly", groups=PROJECT["entry-points"], text=P
 
 
 @pytest.fixture
-def beside(tmp_path, monkeypatch):
-    """Install packages into a folder that Python sees, and forget them afterwards."""
+def install_packages(tmp_path, monkeypatch):
+    """Install packages into a folder on Python's path, and forget them afterwards."""
 
     def install(**given):
         folder = installed(tmp_path / "site-packages", **given)
@@ -52,8 +52,8 @@ def beside(tmp_path, monkeypatch):
         known.cache_clear()
 
 
-def test_its_command_is_one_of_ours_and_its_method_trains(beside, tmp_path, wsi_fl):
-    beside()
+def test_the_command_of_a_plugin_is_available_and_its_method_trains(install_packages, tmp_path, wsi_fl):
+    install_packages()
     study = make_study(tmp_path / "study", n_sites=2)
     assert "greet" in wsi_fl("--help", cwd=study.root).stdout
     assert wsi_fl("greet", "Zoë", cwd=study.root).stdout == "hello Zoë\n"
@@ -64,8 +64,8 @@ def test_its_command_is_one_of_ours_and_its_method_trains(beside, tmp_path, wsi_
     assert METHODS[summary["method"]].summary == "fedavg by another name"
 
 
-def test_its_encoder_embeds_patches_and_its_reader_reads_a_slide(beside, tmp_path):
-    beside()
+def test_the_encoder_of_a_plugin_embeds_patches_and_its_reader_reads_a_slide(install_packages, tmp_path):
+    install_packages()
     (tmp_path / "a.grey").write_bytes(b"GREY")
     with Slide(tmp_path / "a.grey") as slide:
         assert (slide.vendor, slide.size_l0, slide.mpp) == ("grey", (64, 48), 0.5)
@@ -76,9 +76,9 @@ def test_its_encoder_embeds_patches_and_its_reader_reads_a_slide(beside, tmp_pat
     assert list(PRESETS)[-1] == "means"
 
 
-def test_a_plan_names_its_version(beside):
+def test_a_plan_names_the_version_of_a_plugin(install_packages):
     before = code_digest()
-    beside()
+    install_packages()
     assert package_versions()["neighbourly"] == "1.2"
     assert code_digest() != before
 
@@ -91,13 +91,13 @@ def test_a_plan_names_its_version(beside):
         ({"groups": {"wsi_fl.methods": {"fedavg": "neighbourly:method"}}}, ("which wsi-fl has itself",)),
     ],
 )
-def test_a_package_that_is_broken_is_named(beside, given, words):
-    beside(**given)
+def test_a_broken_plugin_is_named(install_packages, given, words):
+    install_packages(**given)
     refused(lambda: [METHODS[name] for name in METHODS], "neighbourly 1.2", *words, error=WsiFlError)
 
 
-def test_two_of_one_name_are_refused(beside):
-    beside()
-    beside(name="another")
+def test_two_plugins_of_the_same_name_are_refused(install_packages):
+    install_packages()
+    install_packages(name="another")
     words = ("another 1.2", "neighbourly 1.2", "uninstall one")
     refused(lambda: METHODS["neighbourly"], *words, error=WsiFlError)

@@ -1,4 +1,4 @@
-"""The features tutorial: its commands, as written, reach the end."""
+"""The commands of the features tutorial run as written."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def trident(folder, table, first, n, rng):
-    """Features of slides as TRIDENT leaves them, and their labels."""
+    """Features of slides in TRIDENT's layout, and their labels."""
     folder.mkdir()
     lines = ["slide,label,patient"]
     for k in range(first, first + n):

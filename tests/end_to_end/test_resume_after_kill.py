@@ -1,4 +1,4 @@
-"""A command that was killed in the middle is begun again by the same words, and leaves nothing half-written."""
+"""A killed command is repeated with the same arguments, and leaves nothing half-written."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def partition(tmp_path):
 
 @pytest.fixture
 def killed(tmp_path, partition):
-    """A study whose partition was killed as it called a function for the n-th time, or half-way through a shard."""
+    """A study whose partition was killed at the n-th call of a function, or half-way through a shard."""
     study = Study(tmp_path / "a")
     (study.root / "sites").mkdir(parents=True)
 
@@ -68,10 +68,8 @@ def killed(tmp_path, partition):
     ("moment", "name", "n_sites"),
     [(1, "write_shard", 3), (2, "link_shards", 3), (2, "write_text", 3), (6, "write_shard", 1)],
 )
-def test_partition_that_was_killed_is_made_again_as_if_it_had_not_been(
-    tmp_path, killed, partition, moment, name, n_sites
-):
-    """Also into fewer sites, of which nothing more is left."""
+def test_a_killed_partition_is_made_again_like_an_uninterrupted_one(tmp_path, killed, partition, moment, name, n_sites):
+    """Also into fewer sites; no file of the other sites is left."""
     study, other = killed(moment, name), Study(tmp_path / "b")
     partition(study, n_sites)
     partition(other, n_sites)
@@ -79,7 +77,7 @@ def test_partition_that_was_killed_is_made_again_as_if_it_had_not_been(
     refused(lambda: partition(study, n_sites), "exists already")
 
 
-def test_what_others_put_into_the_place_of_a_killed_partition_stays(killed, partition):
+def test_foreign_files_in_the_place_of_a_killed_partition_stay(killed, partition):
     study = killed(6, "write_shard")
     (study.root / "sites" / "Z2.toml").write_text('name = "Z2"\nreal = false\n')
     before = contents(study.root)
@@ -87,7 +85,7 @@ def test_what_others_put_into_the_place_of_a_killed_partition_stays(killed, part
     assert contents(study.root) == before
 
 
-def test_pack_that_was_killed_leaves_nothing_beside_the_file_once_it_is_called_again(tmp_path):
+def test_a_repeated_pack_leaves_nothing_of_the_killed_one_next_to_the_file(tmp_path):
     study = make_study(tmp_path / "study", 1)
     left, others, busy = (tmp_path / f".{name}.partial.h5" for name in ("one.12345", "other.12345", "one.54321"))
     for path in (left, others):

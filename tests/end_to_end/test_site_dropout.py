@@ -1,4 +1,4 @@
-"""Sites that leave, are lost, come back, or send nonsense: the others go on, and every account stays right."""
+"""Sites that leave, drop out, return or send malformed models: the others continue, and every account stays correct."""
 
 import json
 import os
@@ -63,7 +63,7 @@ class Cut(BaseException):
 
 @contextmanager
 def cut_at(name, number):
-    """Within it training is interrupted before a site's checkpoint of a round."""
+    """Interrupt training before a site's checkpoint of a round, within the context."""
     real = loop.write_checkpoint
 
     def cut(site, round_):
@@ -77,7 +77,7 @@ def cut_at(name, number):
 
 
 def interrupted(study, *cuts, method="proxyfl", overrides=()):
-    """A run that was interrupted before (a site's, checkpoint), without some sites; return how it ends with all."""
+    """Interrupt a run before each (site, checkpoint), without some sites; return the final summary with all sites."""
     for number, (site, round_, *without) in enumerate(cuts):
         with cut_at(site, round_):
             if number:
@@ -107,7 +107,7 @@ def test_a_site_whose_budget_ends_stops_and_the_others_finish(study, method):
     assert "S1 took part in 2 rounds: the next would have exceeded its max_epsilon of" in page
 
 
-def test_who_left_learns_on_alone_and_its_mass_is_handed_over(study):
+def test_a_site_that_left_trains_locally_and_its_mass_is_handed_over(study):
     limit(study, "S1", 1)
     path = study.root / local(study, "proxyfl", SEEDED)["run"]
     line = metrics(path, "S1")[2]
@@ -117,7 +117,7 @@ def test_who_left_learns_on_alone_and_its_mass_is_handed_over(study):
     assert [document["weight"] for document in kept] == [1, None, 2, 1]
 
 
-def test_a_plan_that_nobody_can_afford_is_refused_and_leaves_nothing(study):
+def test_a_run_that_no_site_can_afford_is_refused_and_leaves_nothing(study):
     for site in study.site_names():
         limit(study, site, 0)
     for attempt in (lambda: local(study), lambda: dry_run(study, method="proxyfl")):
@@ -125,7 +125,7 @@ def test_a_plan_that_nobody_can_afford_is_refused_and_leaves_nothing(study):
     assert not list(study.runs_path.glob("0*"))
 
 
-def test_a_dry_run_says_how_far_a_budget_goes_and_who_cannot_afford_one_round_never_joins(study, capsys):
+def test_a_dry_run_reports_affordable_rounds_and_a_site_without_one_never_takes_part(study, capsys):
     for site, rounds in (("S1", 2), ("S2", 0)):
         limit(study, site, rounds)
     planned = dry_run(study, method="proxyfl")["sites"]
@@ -159,7 +159,7 @@ LIES = (
 
 
 class Liar(LocalComm):
-    """Changes what site 2 sends, in another way in every round."""
+    """Changes the messages of site 2, in another way in every round."""
 
     def exchange(self, outgoing, expected, *, round_, **given):
         messages = super().exchange(outgoing, expected, round_=round_, **given)
@@ -167,7 +167,7 @@ class Liar(LocalComm):
 
 
 @pytest.mark.parametrize("method", ["proxyfl", *nightly("fedavg")])
-def test_a_broken_model_is_rejected_and_training_goes_on(study, monkeypatch, method):
+def test_a_broken_model_is_rejected_and_training_continues(study, monkeypatch, method):
     monkeypatch.setattr(stage, "LocalComm", lambda n, running: Liar(n))
     summary = local(study, method, f"train.rounds={len(LIES)}")
     path, rejected = study.root / summary["run"], {}
@@ -219,7 +219,7 @@ def wait_for_round(study, number, site, run="00001-proxyfl-small"):
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, *nightly(signal.SIGSTOP)])
-def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign):
+def test_a_dropped_out_rank_is_named_the_others_finish_and_it_returns(tmp_path, sign):
     study = make_study(tmp_path / "study", n_sites=3)
     job = started(study, "train.rounds=6", timeout_s=3)
     wait_for_round(study, 2, "S2")
@@ -247,7 +247,7 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
     assert evaluate(study, back["run"])["sites"][2]["site"] == "S2"
 
 
-def test_a_run_goes_on_without_a_site_that_is_left_out(study):
+def test_a_run_continues_without_a_site_that_is_left_out(study):
     def without(*sites):
         return resume_run(study, "1", without=sites, backend="local")
 
@@ -260,7 +260,7 @@ def test_a_run_goes_on_without_a_site_that_is_left_out(study):
     assert without("S1") == summary  # finished; S1 stays away
 
 
-def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study):
+def test_a_returning_site_gets_a_share_and_takes_part_from_then_on(study):
     summary = interrupted(study, ("S3", 2), ("S3", 6, "S1"), overrides=["train.rounds=8"])
     path = study.root / summary["run"]
     took_part = {line["round"]: line["takes_part"] for line in metrics(path, "S1")}
@@ -272,7 +272,7 @@ def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study):
     assert costs == pytest.approx([spent(8), spent(4)])  # round 2 was trained, then lost
 
 
-def test_all_sites_lost_is_an_error(study, monkeypatch):
+def test_the_dropout_of_all_sites_is_an_error(study, monkeypatch):
     def lose_everyone(running, *_, **__):
         raise launch.SitesLost(dict.fromkeys(running, "gone"))
 
@@ -289,7 +289,7 @@ def test_all_sites_lost_is_an_error(study, monkeypatch):
         b"=   BAD TERMINATION\n=   PID 4711 RUNNING AT x\n=   EXIT CODE: 9\n",
     ],
 )
-def test_what_launchers_say_of_a_killed_rank(text):
+def test_a_killed_rank_is_found_in_the_output_of_launchers(text):
     ranks = launch._Ranks(stage.SilentProgress(), 10.0)
     ranks.follow_events([b'{"site": "S1", "pid": 4711}\n', b"noise\n"])
     assert ranks.find_killed(text) == {"S1": "its process was killed by SIGKILL"}
@@ -297,7 +297,7 @@ def test_what_launchers_say_of_a_killed_rank(text):
 
 
 @pytest.mark.slow
-def test_one_site_alone_finishes_and_honest_models_are_never_rejected(pair):
+def test_a_single_remaining_site_finishes_and_honest_models_are_never_rejected(pair):
     limit(pair, "S1", 1)
     for method in ("fedavg", "proxyfl"):
         summary = local(pair, method, "train.lr=0.05")
@@ -305,7 +305,7 @@ def test_one_site_alone_finishes_and_honest_models_are_never_rejected(pair):
         assert [row["rejected"] for row in summary["sites"]] == [0, 0]
 
 
-def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(larger_pair):
+def test_sites_that_all_dropped_out_resume_from_the_most_advanced(larger_pair):
     cuts = [("S1", 3), ("S0", 5, "S1"), ("S1", 9), ("S1", 11, "S0")]
     assert interrupted(larger_pair, *cuts, overrides=["train.rounds=12"])["lost"] == []
     for site in larger_pair.site_names():
@@ -315,15 +315,15 @@ def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(larger_pair)
 
 
 @pytest.mark.slow
-def test_a_site_that_was_lost_at_the_start_begins_like_everybody(study):
+def test_a_site_that_dropped_out_at_the_start_begins_like_all_others(study):
     assert rounds_of(interrupted(study, ("S0", 1), ("S2", 1, "S1"))) == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(
     ("method", "rounds"), [("proxyfl", 3), *nightly(("proxyfl", 5)), ("regular", 3), *nightly(("joint", 3))]
 )
-def test_who_was_away_until_the_end_catches_up_and_may_be_interrupted(study, method, rounds):
-    """At once, after rounds that its ledger does not know, and where nobody waits for it."""
+def test_a_site_that_was_absent_until_the_end_catches_up_and_may_be_interrupted(study, method, rounds):
+    """At once, after rounds that are not on its ledger, and where no site waits for it."""
     with cut_at("S3", 2):
         local(study, method, f"train.rounds={rounds}")
     assert resume_run(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
@@ -349,14 +349,14 @@ def test_a_raised_budget_counts_from_the_next_round_on(study):
 @pytest.mark.parametrize(
     ("method", "overrides"), [("proxyfl", ()), ("fedavg", ("privacy.enabled=false", "topology.self_weight=0.5"))]
 )
-def test_who_was_away_for_long_is_no_stranger(study, method, overrides):
+def test_models_of_a_long_absent_site_are_not_rejected(study, method, overrides):
     overrides = ["train.rounds=40", *overrides]
     rows = interrupted(study, ("S3", 7), ("S3", 30, "S1"), method=method, overrides=overrides)["sites"]
     assert [row["rejected"] for row in rows] == [0, 0, 0, 0]
     assert rows[1]["rounds"] > 10
 
 
-def test_a_site_is_late_only_as_long_as_somebody_says_so(monkeypatch):
+def test_a_site_is_late_only_while_another_site_reports_it(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(launch.time, "monotonic", lambda: now[0])
     ranks = launch._Ranks(stage.SilentProgress(), timeout_s=4.0)

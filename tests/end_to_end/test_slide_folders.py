@@ -1,4 +1,4 @@
-"""Slides that are folders: what one command takes as a slide, all take, under the folder's name."""
+"""Slides that are folders: every command takes the same folders as slides, under the folder's name."""
 
 import shutil
 
@@ -87,7 +87,7 @@ def test_every_command_takes_a_folder_as_a_slide_of_its_name(archive, tiny_weigh
     assert [one["name"] for one in made["sources"]] == list(NAMES) and not made["excluded"]
 
 
-def test_pixels_that_stay_in_a_folder_are_read_from_it_also_where_it_has_moved(archive, tmp_path):
+def test_pixels_that_stay_in_a_folder_are_read_from_it_also_after_a_move(archive, tmp_path):
     shutil.copytree(archive, tmp_path / "archive")
     init_study(tmp_path / "study", archive=tmp_path / "archive")
     study, how = Study(tmp_path / "study"), ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
@@ -106,7 +106,7 @@ def pixels_of(study):
         return store.read(np.arange(len(store)))
 
 
-def test_a_folder_of_two_slides_is_set_aside_with_both_named(archive, tmp_path):
+def test_a_folder_of_two_slides_is_excluded_with_both_named(archive, tmp_path):
     shutil.copytree(archive, tmp_path / "archive")
     folder = tmp_path / "archive" / "slides"
     shutil.copy(folder / NAMES[1] / "0.dcm", folder / NAMES[0] / "other.dcm")

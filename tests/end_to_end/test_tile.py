@@ -1,4 +1,4 @@
-"""From slides to a store: right patches at the right place, nothing lost, nothing silent."""
+"""From slides to a store: correct patches at the correct position, every loss reported."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def study(archive, tmp_path):
 
 @pytest.fixture(scope="module")
 def calm(archive, tmp_path_factory):
-    """A study that nothing disturbed, and what was said of it."""
+    """A study without interruption, and its output."""
     root = tmp_path_factory.mktemp("calm") / "study"
     init_study(root, archive=archive)
     return Study(root), tile_slides(Study(root), site=None, overrides=SETTINGS)
@@ -106,7 +106,7 @@ def test_every_patch_is_the_slides_pixels_at_its_position_with_its_true_label(ca
 
 
 def test_a_slide_is_opened_again_only_where_something_changed(study, monkeypatch):
-    """What is looked at for tissue and outlines again, and that the store is the same whether it is or not."""
+    """Tissue and outlines are read again only then, and the store is the same either way."""
     looked, real = [], stage.plan_slide
 
     def noted(record, *arguments, **given):
@@ -142,7 +142,7 @@ def test_a_slide_is_opened_again_only_where_something_changed(study, monkeypatch
     assert study.store_path("C1").read_bytes() == before
 
 
-def test_a_plan_rests_on_the_slide_its_label_and_outlines_and_the_settings(tmp_path):
+def test_a_tiling_plan_depends_on_the_slide_its_label_its_outlines_and_the_settings(tmp_path):
     slide, outlines = tmp_path / "a.tif", tmp_path / "a.xml"
     slide.write_bytes(b"slide")
     outlines.write_text("<a/>")
@@ -185,7 +185,7 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm
     assert files_of(study) == files_of(calm[0])
 
 
-def test_without_annotations_patches_take_the_slides_label_and_tile_says_so(archive, tmp_path, wsi_fl):
+def test_without_annotations_patches_take_the_slides_label_and_tile_reports_it(archive, tmp_path, wsi_fl):
     slides = sorted((archive / "training" / "center_0").glob("patient_000_*.tif"))
     rows = [[s.name, f"p{k}", "A", "tumor" if k else "normal"] for k, s in enumerate(slides)]
     study = generic_study(tmp_path, rows, slides)
@@ -202,7 +202,7 @@ def test_without_annotations_patches_take_the_slides_label_and_tile_says_so(arch
     assert document["sites"][0]["tumor"] == int((table.label == 1).sum())
 
 
-def test_a_dry_run_says_what_tiling_takes_and_writes_nothing(study, calm, wsi_fl):
+def test_a_dry_run_reports_the_cost_of_tiling_and_writes_nothing(study, calm, wsi_fl):
     before = files_of(study)
     result = wsi_fl("tile", "--all", "--dry-run", "--json", *flags(SETTINGS), cwd=study.root)
     document = json.loads(result.stdout)
@@ -276,7 +276,7 @@ def retiled(study, content, *more):
 
 
 def read(study, rows=None):
-    """(pixels, table) of a store, whatever it keeps."""
+    """(pixels, table) of a store, however it keeps pixels."""
     with open_store(study, "A") as store:
         return store.read(np.arange(len(store)) if rows is None else rows), store.table
 
@@ -306,7 +306,7 @@ def test_native_raw_and_none_give_the_same_arrays_and_jpeg_is_close(aligned, tmp
     assert bytes_of["native"] < bytes_of["raw"] / 5 and bytes_of["none"] < bytes_of["raw"] / 50
 
 
-def test_where_tiles_are_no_patches_the_shard_is_raw_and_tile_says_so(aligned, tmp_path, capsys):
+def test_where_tiles_are_no_patches_the_shard_is_raw_and_tile_reports_it(aligned, tmp_path, capsys):
     study, row = tiled(tmp_path, aligned[:1], "native", "tile.mpp=0.75")
     assert row["patches"] and {read_shard_content(shard)[0] for shard in shards_of(study)} == {"raw"}
     assert "1 of 1 slides are stored raw" in capsys.readouterr().err
@@ -315,7 +315,7 @@ def test_where_tiles_are_no_patches_the_shard_is_raw_and_tile_says_so(aligned, t
     assert shards_of(study)[0].stat().st_mtime_ns == written
 
 
-def test_the_room_for_a_slide_is_that_of_raw_pixels_where_its_tiles_are_no_patches(aligned):
+def test_the_disk_space_of_a_slide_is_that_of_raw_pixels_where_its_tiles_are_no_patches(aligned):
     with Slide(aligned[0]) as slide:
         grids = [(256, 0.5, 256), (256, 0.5, 512), (256, 0.5, 128), (128, 0.5, 128), (256, 0.75, 256)]
         assert [slide.has_whole_tiles(GridSpec(*grid)) for grid in grids] == [True, True, False, False, False]
@@ -325,7 +325,7 @@ def test_the_room_for_a_slide_is_that_of_raw_pixels_where_its_tiles_are_no_patch
 
 
 def spoil(path, *corners, half=False):
-    """Damages the native tiles at level-0 corners of a slide of 256-px tiles, or what would follow of them is lost."""
+    """Damage the native tiles at level-0 corners of a slide of 256-px tiles, or drop the data after them."""
     with tifffile.TiffFile(path) as tif:
         page = tif.pages[0]
         across, starts, lengths = -(-page.imagewidth // 256), page.dataoffsets, page.databytecounts
@@ -339,7 +339,7 @@ def spoil(path, *corners, half=False):
 
 
 @pytest.mark.parametrize(("half", "content"), [(True, "native"), *nightly((False, "raw"), (True, "none"))])
-def test_a_corrupt_tile_sets_its_patches_aside_and_all_others_are_right(aligned, tmp_path, content, half):
+def test_patches_of_a_corrupt_tile_are_excluded_and_all_others_are_correct(aligned, tmp_path, content, half):
     study, _ = tiled(tmp_path, aligned[:2], content)
     whole, table = read(study)
     slide = table.slide[0]
@@ -360,7 +360,7 @@ def test_a_corrupt_tile_sets_its_patches_aside_and_all_others_are_right(aligned,
     np.testing.assert_array_equal(left.xy_l0, np.delete(table.xy_l0, lost, 0))
 
 
-def test_slides_that_are_cut_off_or_of_corrupt_patches_alone_are_set_aside(aligned, tmp_path):
+def test_slides_that_are_truncated_or_have_only_corrupt_patches_are_excluded(aligned, tmp_path):
     study, _ = tiled(tmp_path, aligned, "native")
     pixels, table = read(study)
     first, second, third = (path.stem for path in aligned)
@@ -401,7 +401,7 @@ def test_two_ranks_make_the_store_of_one_process_byte_for_byte(study, calm, as_r
     assert files_of(study) == files_of(alone)
 
 
-def test_a_second_job_is_refused_while_ranks_work_and_the_failure_is_told_once(study, as_ranks):
+def test_a_second_job_is_refused_while_ranks_work_and_the_failure_is_reported_once(study, as_ranks):
     with site_lock(study.store_path("C1").parent, "C1"):
         told, *silent = as_ranks(3, lambda: tile_slides(study, site=None))
     assert isinstance(told, WsiFlError) and "another wsi-fl command" in str(told)
@@ -450,7 +450,7 @@ def test_memory_does_not_grow_with_the_number_of_slides(tmp_path):
     assert peaks[1] - peaks[0] < 64 << 10, peaks  # KiB
 
 
-def test_a_damaged_level_is_said_and_costs_no_patch_and_lacking_tiles_are_counted(tmp_path):
+def test_a_damaged_level_is_reported_at_no_loss_of_patches_and_missing_tiles_are_counted(tmp_path):
     slides = [levels_file(tmp_path / f"{name}.tif") for name in ("whole", "coarse", "lacking")]
     zeroed(slides[1], 1)
     left_out(slides[2], 0, LACKING)

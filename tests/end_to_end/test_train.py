@@ -1,4 +1,4 @@
-"""`train` and `evaluate` as a user runs them: real MPI ranks, JSON contracts, crashes, one-line errors."""
+"""`train` and `evaluate` from the command line: real MPI ranks, JSON contracts, crashes, one-line errors."""
 
 import fcntl
 import json
@@ -39,7 +39,7 @@ def local(study, method="proxyfl", *overrides):
     return train(study, method=method, overrides=overrides, backend="local")
 
 
-def alone(study):
+def run_alone(study):
     return local(study, "regular", "train.rounds=1")["run"]
 
 
@@ -51,8 +51,8 @@ def assert_same(study, run, other):
 
 
 @pytest.mark.slow
-def test_ranks_of_mpiexec_join_and_learn_what_one_process_does(whole):
-    study, summary = whole
+def test_ranks_of_mpiexec_train_the_models_of_one_process(uninterrupted):
+    study, summary = uninterrupted
     command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", "--bind-to", "none", *WSI_FL, "--json"]
     how = {"cwd": study.root, "env": launch.rank_environment(2), "capture_output": True, "timeout": 120}
     done = subprocess.run(command, check=True, **how)
@@ -81,15 +81,15 @@ def assert_contract(summary, path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """A study and an uninterrupted run of it in one process."""
     study = make_study(tmp_path_factory.mktemp("train") / "study", n_sites=2)
     summary = local(study, "proxyfl", *SEEDED)
     return study, summary
 
 
-def test_a_killed_job_resumes_to_the_same_models_and_the_same_account(whole, wsi_fl):
-    study, summary = whole
+def test_a_killed_job_resumes_to_the_same_models_and_the_same_account(uninterrupted, wsi_fl):
+    study, summary = uninterrupted
     known = set(study.runs_path.glob("*-proxyfl-*"))
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(WSI_FL, cwd=study.root, start_new_session=True, **quiet) as job:
@@ -105,7 +105,7 @@ def test_a_killed_job_resumes_to_the_same_models_and_the_same_account(whole, wsi
 
 
 def _killed_within(study, known, job):
-    """SIGKILLs the launcher, mpiexec and the ranks once a round is checkpointed; returns the run."""
+    """SIGKILL the launcher, mpiexec and the ranks after the first checkpointed round; return the run."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         fresh = set(study.runs_path.glob("*-proxyfl-*")) - known
@@ -131,15 +131,15 @@ def _lives(pid):
 
 
 def _processes_of(pid):
-    """The process and everything below it."""
+    """The process and all its descendants."""
     children = [
         int(child) for task in Path(f"/proc/{pid}/task").glob("*") for child in (task / "children").read_text().split()
     ]
     return [pid, *(p for child in children for p in _processes_of(child))]
 
 
-def test_evaluate_says_what_the_contract_says(whole, wsi_fl):
-    study, summary = whole
+def test_the_output_of_evaluate_follows_the_contract(uninterrupted, wsi_fl):
+    study, summary = uninterrupted
     done = wsi_fl("evaluate", "1", "--json", cwd=study.root)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -166,13 +166,13 @@ def test_same_names_at_two_sites_are_two_patients(pair):
     for k in range(2):
         with edited(pair.store_path(f"S{k}")) as file:
             file["patient"][:] = [name[2:] for name in file["patient"][:]]
-    row = evaluate(pair, alone(pair))["sites"][0]
+    row = evaluate(pair, run_alone(pair))["sites"][0]
     assert row["intervals"]["accuracy"] is not None  # one test patient each, clustered by patient
     assert row["own"]["intervals"]["accuracy"] is None
 
 
-def test_real_sites_are_evaluated_on_their_own_patients_unless_both_allow_more(pair):
-    run = alone(pair)
+def test_real_sites_are_evaluated_on_local_patients_unless_both_allow_more(pair):
+    run = run_alone(pair)
     make_real(pair)
     document = evaluate(pair, run)
     assert document["merged"] is None
@@ -187,14 +187,14 @@ def test_real_sites_are_evaluated_on_their_own_patients_unless_both_allow_more(p
     assert [row["site"] for row in evaluate(pair, run)["sites"]] == ["S0"]  # at hospital S0 there is no S1
 
 
-def test_a_store_made_anew_is_noticed(pair):
-    run = alone(pair)
+def test_a_rebuilt_store_is_noticed(pair):
+    run = run_alone(pair)
     shutil.rmtree(pair.store_path("S1").parent)
     write_store(pair, "S1", n_per_slide=14)
     refused(lambda: evaluate(pair, run), "site S1: its store was made anew since this run began")
 
 
-def test_a_dry_run_costs_the_plan_and_writes_nothing(pair):
+def test_a_dry_run_computes_the_cost_of_a_run_and_writes_nothing(pair):
     def planned(*overrides):
         return dry_run(pair, method="proxyfl", overrides=overrides)
 
@@ -221,7 +221,7 @@ def test_a_dry_run_costs_the_plan_and_writes_nothing(pair):
         ("paper", "regular", 0.3, "guaranteed"),
     ],
 )
-def test_what_epsilon_is_worth(study, mode, method, beta, guarantee):
+def test_the_guarantee_level_of_epsilon_depends_on_mode_method_and_beta(study, mode, method, beta, guarantee):
     pipeline = study.load_pipeline("small", [f"privacy.mode={mode}", f"train.beta={beta}"])
     assert find_guarantee(METHODS[method], pipeline) == guarantee
 
@@ -239,7 +239,7 @@ def test_a_failing_rank_ends_the_job_with_one_line(pair, wsi_fl):
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_wrong_number_of_ranks_is_refused_before_mpi_starts(pair, monkeypatch, resumed):
-    run = alone(pair) if resumed else None
+    run = run_alone(pair) if resumed else None
     if run:
         (pair.root / run / "summary.json").unlink()
     before = sorted(pair.root.rglob("*"))
@@ -250,7 +250,7 @@ def test_a_wrong_number_of_ranks_is_refused_before_mpi_starts(pair, monkeypatch,
 
 
 def test_two_jobs_on_one_run_are_refused(pair):
-    path = pair.root / alone(pair)
+    path = pair.root / run_alone(pair)
     (path / "summary.json").unlink()
     words = "another job still works on this run; wait for it, or end it"
     with (path / "sites" / "S1" / ".lock").open("w") as handle:
@@ -258,7 +258,7 @@ def test_two_jobs_on_one_run_are_refused(pair):
         refused(lambda: resume_run(pair, path.name, backend="local"), words, error=WsiFlError)
 
 
-def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):
+def test_without_mpi_the_error_names_its_installation(study, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     words = ("mpiexec was not found; install ", "wsi-fl[mpi]", "--backend local")
@@ -269,7 +269,7 @@ def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):
     assert launch.find_mpiexec() == str(beside)
 
 
-def test_ranks_that_somebody_else_started_are_noticed(monkeypatch):
+def test_ranks_of_a_foreign_launcher_are_noticed(monkeypatch):
     """One task of Slurm is an interactive shell under srun."""
     variables = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
     for name, value, ranks in (

@@ -1,4 +1,4 @@
-"""Key, certificates, approvals, plan and ledger in one file, and back; no older ledger takes a newer one's place."""
+"""Backups of a hospital's key, certificates, approvals, plan and ledger; a restore never replaces a newer ledger."""
 
 import io
 import shutil
@@ -23,7 +23,7 @@ from wsi_fl.types import WsiFlError
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """Kits of two hospitals, and the study of one that has signed a plan."""
+    """Startup kits of two hospitals, and the study of one that has signed a plan."""
     root = tmp_path_factory.mktemp("bed") / "all"
     provision_federation(root / "kits", federation="one", server="localhost:1", sites=["S0", "S1"])
     study, kit = make_study(root / "study", 2, site_extra=REAL), Kit.open(root / "kits" / "S0")
@@ -33,7 +33,7 @@ def template(tmp_path_factory):
 
 @pytest.fixture
 def bed(template, tmp_path, monkeypatch):
-    """A hospital with a kit and a signed plan, which has spent twice."""
+    """A hospital with a startup kit, a signed plan and two charges on its ledger."""
     root = Path(shutil.copytree(template, tmp_path / "all"))
     monkeypatch.setenv("XDG_STATE_HOME", str(root / "state"))
     study = Study(root / "study")
@@ -52,7 +52,7 @@ def spend(study, *rounds):
             ledger.append({"run": "00001 a", "site": "S0", "round": number, "real": True})
 
 
-def test_what_was_lost_comes_back_and_goes_on(bed):
+def test_a_hospital_restored_from_a_backup_continues(bed):
     root, study, kit = bed
     digest, lots = load_approved_plan(study, kit.load_identity()).digest, load_holdout_draw(study, "S0")
     made = write_backup(kit, study, root / "S0.tar")
@@ -70,7 +70,7 @@ def test_what_was_lost_comes_back_and_goes_on(bed):
     assert secret_path(study, "S0").stat().st_mode & 0o777 == 0o600
 
 
-def test_restore_says_what_its_ledger_knows(bed):
+def test_restore_reports_the_charges_of_the_restored_ledger(bed):
     root, study, kit = bed
     line = {"run": "00002 b", "site": "S0", "real": True, "unit": "patient", "delta": 1e-5, "round": 1}
     line |= {"mechanism": {"sigma": 4.0, "clip": 1.0, "sample_rate": 0.1, "steps": 5}}
@@ -101,7 +101,7 @@ def test_an_older_ledger_is_refused_and_a_newer_one_stays(bed):
     assert not study.ledger_path("S0").exists()
 
 
-def test_another_ledger_or_key_is_not_replaced(bed):
+def test_a_foreign_ledger_or_key_is_not_replaced(bed):
     root, study, kit = bed
     write_backup(kit, study, root / "S0.tar")
     file = study.ledger_path("S0")
@@ -111,7 +111,7 @@ def test_another_ledger_or_key_is_not_replaced(bed):
     refused(lambda: restore_backup(root / "S0.tar", kit.path, None), "give --study DIR")
 
 
-def test_a_kit_without_a_study_is_kept_too(bed):
+def test_a_startup_kit_without_a_study_can_be_backed_up(bed):
     root, _, _ = bed
     server = Kit.open(root / "kits" / "server")
     assert write_backup(server, None, root / "server.tar")["lines"] is None
@@ -120,7 +120,7 @@ def test_a_kit_without_a_study_is_kept_too(bed):
     assert Kit.open(server.path).load_identity().name == "server"
 
 
-def test_what_leads_out_of_its_folder_is_no_backup(bed):
+def test_an_archive_with_paths_outside_its_folder_is_no_backup(bed):
     root, _, kit = bed
     for name in ("kit/../../up", "/kit/x", "kit//etc/../x"):
         write_backup(kit, None, root / "bent.tar")
@@ -133,7 +133,7 @@ def test_what_leads_out_of_its_folder_is_no_backup(bed):
 
 
 def rewrite(path, change):
-    """Writes a backup anew after a change of its files, name → bytes."""
+    """Write a backup again after a change of its files, name → bytes."""
     with tarfile.open(path) as tar:
         files = {one.name: tar.extractfile(one).read() for one in tar}
     change(files)
@@ -170,7 +170,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_backup_ends_in_one_line_and_leaves_no_ledger_behind(bed, damage):
+def test_a_damaged_backup_ends_in_one_line_and_leaves_no_ledger(bed, damage):
     root, study, kit = bed
     write_backup(kit, study, root / "S0.tar")
     rewrite(root / "S0.tar", damage)
@@ -180,7 +180,7 @@ def test_a_damaged_backup_ends_in_one_line_and_leaves_no_ledger_behind(bed, dama
     assert not (root / "study" / "ledgers" / "S0.jsonl").exists()
 
 
-def test_a_letter_is_in_the_backup_beside_the_ledger_that_knows_it(bed):
+def test_class_statistics_are_backed_up_with_the_ledger_that_charged_them(bed):
     root, study, kit = bed
     for path in (study.release_path("S0"), study.local_release_path("S0")):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The board of a federation: what is known at one place, what is to be done next, a remedy for each known problem."""
+"""The dashboard of a federation: status of every site, next steps, and a remedy for each known problem."""
 
 import json
 import re
@@ -108,12 +108,12 @@ START = "wsi-fl federation start KIT --study DIR"
         ),
     ],
 )
-def test_the_next_steps_follow_from_the_facts(facts, said):
-    """Also: over a folder nobody knows who is connected, and who is not in the plan holds nobody up."""
+def test_next_steps_follow_from_the_status_of_the_sites(facts, said):
+    """Over a folder no connection is known, and a site outside the plan delays nobody."""
     assert steps(facts) == [said]
 
 
-def test_a_certificate_that_ends_soon_is_renewed_by_two(tmp_path):
+def test_renewing_an_expiring_certificate_takes_a_step_of_hospital_and_coordinator(tmp_path):
     renew, join, submit = next_steps(with_c2(until=NOW + timedelta(days=12, hours=1)))
     ends = "the certificate of C2 ends in 12 days: approve its request again, send it back"
     assert renew == ("coordinator", ends, "wsi-fl federation approve request-C2.json --kit FOUNDED")
@@ -123,7 +123,7 @@ def test_a_certificate_that_ends_soon_is_renewed_by_two(tmp_path):
     assert "ended on 2026-06-30" in next_steps(with_c2(until=NOW - timedelta(days=1)))[0].what
 
 
-def test_a_failed_job_says_who_mends_it_and_how_it_goes_on():
+def test_a_failed_job_is_shown_with_who_repairs_it_and_how_it_resumes():
     facts = replace(READY, job="1", reason="site C2 was lost: it fell silent before the others")
     assert steps(facts) == [
         f"C2: start again, unless it runs: {START}",
@@ -134,7 +134,7 @@ def test_a_failed_job_says_who_mends_it_and_how_it_goes_on():
     assert steps(replace(facts, over="folder"))[1] == f"everybody: start; to start again is always right: {START}"
 
 
-def test_a_withdrawn_hospital_is_shown_as_withdrawn_and_asked_for_nothing(founded, tmp_path):
+def test_a_withdrawn_hospital_is_shown_as_withdrawn_and_has_no_steps(founded, tmp_path):
     folder = shutil.copytree(founded[0], tmp_path / "founded")
     for file in folder.glob("kits/*/federation.json"):
         file.write_text(file.read_text().replace(str(founded[0] / "share"), str(folder / "share")))
@@ -152,7 +152,7 @@ def test_a_withdrawn_hospital_is_shown_as_withdrawn_and_asked_for_nothing(founde
         shutil.copy(tmp_path / "plan.json", study.root / "plan.json")
 
 
-def test_over_a_folder_silence_is_longer_than_others_wait():
+def test_over_a_folder_a_site_has_timed_out_after_the_waiting_time():
     late = with_c2(heard=NOW - timedelta(seconds=601))
     assert "C2: silent since 2026-07-01 11:49: start again" in steps(replace(late, over="folder"))[0]
     assert steps(late) == [f"coordinator: all have signed: submit: {SUBMIT}"]
@@ -162,7 +162,7 @@ def test_over_a_folder_silence_is_longer_than_others_wait():
 NAME = r"(?P<site>[\w.-]+)"
 
 
-def test_every_remedy_is_for_something_that_is_said():
+def test_every_remedy_matches_a_message_of_the_code():
     files = [*(PACKAGE / "hospitals").rglob("*.py"), PACKAGE / "stages" / "site" / "privacy_account.py"]
     trees = [ast.parse(path.read_text("utf-8")) for path in files if path.parent.name != "dashboard"]
     said = "\n".join(" ".join(text.split()) for tree in trees for _, text in _texts(tree))
@@ -170,7 +170,7 @@ def test_every_remedy_is_for_something_that_is_said():
         assert re.search(problem.replace(NAME, "(?:1|S1)"), said), problem
 
 
-def test_every_failure_that_the_pages_name_has_a_remedy_whose_commands_can_be_given():
+def test_every_failure_in_the_docs_has_a_remedy_with_valid_commands():
     table = (DOCS / "operate-federation.md").read_text("utf-8").split("### Federation")[1].split("\n### ")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.count("|") > 3]
     lines = [one for row in rows for one in re.findall(r"\*([^*]+)\*", row)]
@@ -184,7 +184,7 @@ def test_every_failure_that_the_pages_name_has_a_remedy_whose_commands_can_be_gi
 
 @pytest.fixture(scope="module")
 def founded(tmp_path_factory):
-    """(folder of the kits, study of S0, its plan): S0 and S1 over a shared folder, of whom S0 has signed."""
+    """(folder of the startup kits, study of S0, its plan): S0 and S1 over a shared folder; S0 has signed."""
     root = tmp_path_factory.mktemp("board")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
@@ -201,12 +201,12 @@ def kit_of(founded, name):
     return Kit.open(founded[0] / "kits" / name)
 
 
-def seen_by(founded, name):
+def dashboard_of(founded, name):
     return _collect_state(founded[1], kit_of(founded, name))
 
 
-def test_a_hospital_sees_itself_and_what_nobody_sent_stays_unknown(founded):
-    facts = seen_by(founded, "S0")
+def test_a_hospital_sees_its_own_status_and_unsent_status_stays_unknown(founded):
+    facts = dashboard_of(founded, "S0")
     me, other = facts.members["S0"], facts.members["S1"]
     assert (me.signed, me.connected, me.version) == (True, False, __version__)
     assert (me.spent, me.budget, me.labels) == (0.0, 50.0, ("healthy", "tumor"))
@@ -216,7 +216,7 @@ def test_a_hospital_sees_itself_and_what_nobody_sent_stays_unknown(founded):
 
 
 def test_the_coordinator_sees_who_has_not_signed(founded):
-    facts = seen_by(founded, "coordinator")
+    facts = dashboard_of(founded, "coordinator")
     signed = {one.name: one.signed for one in facts.members.values()}
     assert signed == {"coordinator": None, "S0": True, "S1": False}
     asked = [(one.who, one.what.partition(",")[0]) for one in next_steps(facts)]
@@ -226,8 +226,8 @@ def test_the_coordinator_sees_who_has_not_signed(founded):
 
 
 @contextmanager
-def greeted(founded, plan=None, by="S1"):
-    """The line of S1, which has said hello to S0."""
+def send_handshake(founded, plan=None, by="S1"):
+    """The transport of S1, which has sent S0 its handshake."""
     digest, identity = plan or founded[2].digest, kit_of(founded, by).load_identity()
     line, writer = (FolderTransport(str(founded[0] / "share"), "S1", founded[2].digest), MessageSealer(identity))
     said = {"certificate": identity.certificate, "public": writer.public, "time": 1.78e9, "version": "9.9"}
@@ -238,48 +238,48 @@ def greeted(founded, plan=None, by="S1"):
     shutil.rmtree(next((founded[0] / "share").iterdir()))
 
 
-def test_a_hello_in_the_folder_says_version_and_since_when(founded):
-    with greeted(founded) as line:
+def test_a_handshake_in_the_folder_holds_version_and_start_time(founded):
+    with send_handshake(founded) as line:
         line.send("S0", "x2.0", b"a letter", 0.0)
-        one = seen_by(founded, "S0").members["S1"]
+        one = dashboard_of(founded, "S0").members["S1"]
     assert (one.connected, one.version, one.round) == (True, "9.9", 2)
     assert one.since == datetime.fromtimestamp(1.78e9, UTC)
     assert abs(one.heard - datetime.now(UTC)) < timedelta(minutes=1)
 
 
 @pytest.mark.parametrize("wrong", [{"plan": "f" * 64}, {"by": "coordinator"}])
-def test_a_hello_of_another_plan_or_of_a_stranger_is_none(founded, wrong):
-    with greeted(founded, **wrong):
-        one = seen_by(founded, "S0").members["S1"]
+def test_a_handshake_of_another_plan_or_of_a_stranger_does_not_count(founded, wrong):
+    with send_handshake(founded, **wrong):
+        one = dashboard_of(founded, "S0").members["S1"]
     assert (one.connected, one.version) == (None, None)
 
 
-def test_a_hospital_that_runs_is_connected_and_looking_changes_nothing(founded):
+def test_a_running_hospital_is_shown_as_connected_and_the_dashboard_changes_no_file(founded):
     def files():
         return {p: p.read_bytes() for p in founded[0].rglob("*") if p.is_file() and p.name != ".lock"}
 
     before = files()
     with kit_of(founded, "S0").lock_kit():
-        assert seen_by(founded, "S0").members["S0"].connected
+        assert dashboard_of(founded, "S0").members["S0"].connected
     assert files() == before
 
 
-def test_what_is_wrong_here_is_a_trouble_with_its_remedy(founded, monkeypatch):
+def test_a_local_problem_is_shown_with_its_remedy(founded, monkeypatch):
     share = founded[0] / "share"
     share.rename(founded[0] / "away")
     try:
-        facts = seen_by(founded, "S0")
+        facts = dashboard_of(founded, "S0")
     finally:
         (founded[0] / "away").rename(share)
     assert len(facts.trouble) == 1 and "mount the share" in facts.trouble[0]
     assert next_steps(facts)[0].what == "mount the share, or give its address"
     monkeypatch.setattr("wsi_fl.hospitals.plans.signed_plan.code_digest", lambda: "0" * 64)
-    assert next_steps(seen_by(founded, "S0"))[0].what.startswith("install what the plan names")
+    assert next_steps(dashboard_of(founded, "S0"))[0].what.startswith("install what the plan names")
 
 
 @pytest.fixture(scope="module")
 def finished(founded, tmp_path_factory):
-    """(coordinator's kit, its study) after a job that has come back, with scores; a server that says who is there."""
+    """(coordinator's startup kit, its study) after a finished job with scores, and a server that lists its clients."""
     root = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
@@ -318,7 +318,7 @@ def test_the_finished_run_has_its_matrix_and_its_report(finished, board):
     assert json.loads(json.dumps(found)) == found
 
 
-def test_a_job_that_failed_is_told_with_its_remedy(finished, monkeypatch):
+def test_a_failed_job_is_shown_with_its_remedy(finished, monkeypatch):
     kit, study, _ = finished
     kept = (kit / "jobs.jsonl").read_text()
     try:
@@ -336,7 +336,7 @@ def test_a_job_that_failed_is_told_with_its_remedy(finished, monkeypatch):
     assert found["job"] == "job-2" and found["members"][-1]["connected"] is None
 
 
-def test_a_job_that_runs_is_waited_for(finished, monkeypatch):
+def test_while_a_job_runs_the_next_step_is_to_wait(finished, monkeypatch):
     kit, study, _ = finished
     job = {"id": "job-1", "status": "RUNNING", "reason": None}
     monkeypatch.setattr(looking, "load_status", lambda _: {"connected": ["S0", "S1"], "jobs": [job]})
@@ -346,7 +346,7 @@ def test_a_job_that_runs_is_waited_for(finished, monkeypatch):
     assert make_dashboard(study, kit=kit)["next"][-1]["command"].endswith("--resume last")
 
 
-def test_the_page_stands_alone_and_names_cannot_break_it_and_the_terminal_says_the_same(board, finished, capsys):
+def test_the_page_is_self_contained_and_escapes_names_and_the_terminal_agrees(board, finished, capsys):
     html = board[1].read_text()
     assert not {"script", "link", "iframe", "img"} & {tag for tag, _ in Document(html).tags}
     assert str(finished[1].root) not in html
@@ -372,7 +372,7 @@ def test_the_command_prints_the_json_and_writes_the_page(founded, tmp_path, monk
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")
-def test_a_browser_without_scripts_shows_the_page_and_asks_nobody(board, tmp_path):
+def test_a_browser_without_scripts_shows_the_page_without_requests(board, tmp_path):
     with browser(tmp_path / "profile") as page:
         page.call("Emulation.setScriptExecutionDisabled", value=True)
         for width in (1280, 400):

@@ -1,4 +1,4 @@
-"""The diffusion model: noise prediction, moving average, guidance, samplers, and training that goes on bit for bit."""
+"""The diffusion model: noise prediction, moving average, guidance, samplers, and bit-exact resumption of training."""
 
 import signal
 from dataclasses import replace
@@ -52,7 +52,7 @@ def trained(steps, **terms):
     return state
 
 
-def test_a_training_goes_on_bit_for_bit():
+def test_training_resumes_bit_for_bit():
     whole = trained(6, class_dropout=0.3)
     first = trained(3, class_dropout=0.3)
     tensors, document = first.copy_tensors(), first.build_document()
@@ -66,7 +66,7 @@ def test_a_training_goes_on_bit_for_bit():
 
 
 def test_the_loss_is_noise_prediction():
-    """A denoiser that always says zero has the expected loss E‖ε‖² = 1 per value; a trained one less."""
+    """A denoiser that always predicts zero has the expected loss E‖ε‖² = 1 per value; a trained one less."""
     state = state_of(lr=2e-3, batch_size=16)
     torch.nn.init.zeros_(state.denoiser.conv_out.weight)
     torch.nn.init.zeros_(state.denoiser.conv_out.bias)
@@ -99,7 +99,7 @@ def test_guidance_is_the_formula():
 
 
 class Oracle(torch.nn.Module):
-    """The best denoiser there is of two images, dark for class 0 and bright for class 1; nothing is learned."""
+    """The optimal denoiser of two images, dark for class 0 and bright for class 1, without training."""
 
     def __init__(self, shape):
         super().__init__()
@@ -124,7 +124,7 @@ def test_every_sampler_finds_the_image_of_the_class(sampler, chain):
 
 
 class Gaussian(Oracle):
-    """The best denoiser there is of pixels N(0.2, 0.25²)."""
+    """The optimal denoiser of pixels N(0.2, 0.25²)."""
 
     def forward(self, x, t, y):
         kept = self.kept[t].double()
@@ -153,7 +153,7 @@ def exact_ddim(shape, steps, n):
 @pytest.mark.parametrize(
     ("chain", "steps"), [(40, 25), (100, 60), (100, 29), (300, 7), (1000, 10), (1000, 122), (365, 364)]
 )
-def test_ddim_steps_end_where_the_next_begin_whatever_their_number(chain, steps, schedule):
+def test_each_ddim_step_ends_where_the_next_begins_for_any_number_of_steps(chain, steps, schedule):
     shape = replace(SHAPE, chain=chain, schedule=schedule)
     labels = np.zeros(256, np.int64)
     (images,) = draw_images(Gaussian(shape), labels, Sampling("ddim", steps, batch_size=256), seed=0)
@@ -164,7 +164,7 @@ def test_ddim_steps_end_where_the_next_begin_whatever_their_number(chain, steps,
 
 
 @pytest.mark.parametrize("steps", [1, 8, 25, 100])
-def test_where_steps_divide_the_chain_images_are_those_of_the_library(steps):
+def test_images_equal_those_of_the_library_where_steps_divide_the_chain(steps):
     shape = replace(SHAPE, chain=200)
     (images,) = draw_images(Gaussian(shape), np.zeros(4, np.int64), Sampling("ddim", steps, batch_size=4), seed=0)
     plain = DDIMScheduler(**shape.diffusion, timestep_spacing="trailing")
@@ -176,7 +176,7 @@ def test_where_steps_divide_the_chain_images_are_those_of_the_library(steps):
 
 
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm++"])
-def test_a_sampler_takes_as_many_steps_as_asked_and_all_within_the_chain(sampler):
+def test_a_sampler_takes_the_requested_number_of_steps_all_within_the_chain(sampler):
     """Rounding gives the library a time before the chain's first in each of these: it stands for pure noise there."""
     for chain, steps in ((100, 29), (300, 7), (1000, 61), (1000, 122), (999, 13)):
         found = ddpm._build_scheduler(replace(SHAPE, chain=chain), Sampling(sampler, steps))
@@ -189,7 +189,7 @@ def test_a_sampler_takes_as_many_steps_as_asked_and_all_within_the_chain(sampler
     assert float((images / 127.5 - 1).std()) < 0.25
 
 
-def test_a_denoiser_travels_as_one_vector():
+def test_a_denoiser_is_sent_as_one_vector():
     state = trained(2)
     again = build_denoiser(flatten_parameters(state.average), SHAPE)
     assert same(state.average.state_dict(), again.state_dict())
@@ -206,7 +206,7 @@ def study(tmp_path_factory):
     return made
 
 
-def test_training_keeps_json_and_safetensors_alone(study):
+def test_training_writes_only_json_and_safetensors(study):
     folder = KIND.find_folder(study, "S1")
     document = folder.read_document()
     assert document["finished"] and document["sha256"] == folder.compute_digest("denoiser")
@@ -215,7 +215,7 @@ def test_training_keeps_json_and_safetensors_alone(study):
     assert kinds == {".json", ".jsonl", ".safetensors", ".png"}
 
 
-def test_other_settings_want_again_and_wrong_ones_are_named(study):
+def test_other_settings_need_again_and_invalid_ones_are_named(study):
     refused(lambda: train_generator(study, site="S1", overrides=["ddpm.lr=0.1"]), "terms", "--again")
     for setting, words in (
         ("guidance=2.0", "class_dropout"),
@@ -226,7 +226,7 @@ def test_other_settings_want_again_and_wrong_ones_are_named(study):
         refused(partial(train_generator, study, site="S2", overrides=[f"ddpm.{setting}"]), words)
 
 
-def test_sampling_waits_for_a_passed_check(study):
+def test_sampling_is_refused_before_a_passed_check(study):
     folder = KIND.find_folder(study, "S1")
     folder.check_path.unlink(missing_ok=True)
     refused(lambda: sample_generator(study, site="S1", n_per_class=3), "was not run", error=WsiFlError)
@@ -242,8 +242,8 @@ def test_sampling_waits_for_a_passed_check(study):
 
 
 @pytest.mark.slow
-def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
-    """SIGKILL between checkpoints, then the same command; against a training that nobody disturbed."""
+def test_a_killed_training_resumes_bit_for_bit(tmp_path):
+    """SIGKILL between checkpoints, then the same command; compared with an uninterrupted training."""
     more = ["ddpm.steps=12", "ddpm.checkpoint_every=3"]
     whole, other = (make_study(tmp_path / name, n_sites=2, n=60) for name in ("whole", "other"))
     train_generator(whole, site="S1", overrides=more)

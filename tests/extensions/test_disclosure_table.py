@@ -1,4 +1,4 @@
-"""Real hospitals, each in a folder of its own: one run, and nothing told but what docs/explanation/privacy.md lists."""
+"""Real hospitals, each in its own folder: a run discloses only what docs/explanation/privacy.md lists."""
 
 import json
 import re
@@ -64,7 +64,7 @@ main()
 
 
 def hospitals(root):
-    """A folder each: everybody's site files, and its own store alone."""
+    """A folder for each hospital, with all site files and only its own store."""
     studies = [make_study(root / f"H{k}", n_sites=0) for k in range(len(SITES))]
     for k, study in enumerate(studies):
         for site in SITES:
@@ -95,7 +95,7 @@ def finished(tmp_path_factory):
     return folders, together(folders)
 
 
-def test_a_new_run_has_a_number_that_is_free_in_every_hospital(finished):
+def test_a_new_run_has_a_number_that_is_free_at_every_hospital(finished):
     folders, done = finished
     assert done.returncode == 0, done.stderr
     runs = [folder / "runs" / "00002-proxyfl-small" for folder in folders]
@@ -141,7 +141,7 @@ KINDS += (
 KINDS += (mpcpa.ImagesNotice, mpcpa.DenoiserNotice, mpcpa.ClassifierNotice)
 
 
-def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finished):
+def test_hospitals_disclose_to_each_other_only_what_the_table_lists(finished):
     folders, _ = finished
     listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z0-9_]+)`", what)}
     assert {key for kind in KINDS for key in get_type_hints(kind)} <= listed
@@ -191,7 +191,7 @@ def numbers_in(document):
     return {key for key, value in document.items() if holds(value)}
 
 
-def test_the_numbers_that_leave_before_anything_is_charged_stand_in_one_table(finished):
+def test_numbers_released_before_any_charge_are_in_one_table(finished):
     folders, _ = finished
     listed = first_numbers()
     typed = {key for kind in FIRST for key, one in get_type_hints(kind).items() if is_number(one)}
@@ -212,7 +212,7 @@ def test_the_numbers_that_leave_before_anything_is_charged_stand_in_one_table(fi
         assert json.loads(line[line.index("{") :]) == told[last]
 
 
-def test_their_output_says_what_the_table_lists_and_nothing_else(finished):
+def test_the_output_of_hospitals_holds_only_what_the_table_lists(finished):
     _, done = finished
     public = (
         r"  S\d: 2 rounds, ε = [\d.]+ \(guaranteed\) at δ = 1e-05, per row; ever spent [\d.]+ of 50 \(guaranteed\); "
@@ -227,7 +227,7 @@ def test_their_output_says_what_the_table_lists_and_nothing_else(finished):
         assert not SECRETS.search(line) and "/" not in line.replace("runs/0", ""), line
 
 
-def test_what_a_hospital_notes_at_home_has_the_accuracy(finished):
+def test_the_local_log_of_a_hospital_holds_the_accuracy(finished):
     folders, _ = finished
     log = (folders[0] / "runs" / "00002-proxyfl-small" / "sites" / "S0" / "log.txt").read_text()
     assert "accuracy" in log and "loss" in log
@@ -248,8 +248,8 @@ def test_a_failure_names_the_hospital_and_its_log_and_no_slide(finished, tmp_pat
 
 
 @pytest.mark.parametrize(("real", "kinds"), [(True, 1), (False, 2)])
-def test_not_even_the_kind_of_a_failure_tells_what_is_wrong_at_a_real_hospital(tmp_path, real, kinds):
-    """A wrong value of its table, a damaged store and a fault of ours look alike."""
+def test_the_failure_message_of_a_real_hospital_hides_the_kind_of_failure(tmp_path, real, kinds):
+    """A wrong value of its table, a damaged store and a defect of the code look alike."""
     study, seen = (make_study(tmp_path / "study", n_sites=1, site_extra=REAL if real else "real = false"), set())
     for error in (UsageError("slide S0_slide_1"), WsiFlError("slide S0_slide_1"), KeyError("S0_slide_1")):
 
@@ -267,7 +267,7 @@ def test_not_even_the_kind_of_a_failure_tells_what_is_wrong_at_a_real_hospital(t
     assert not real or (study.runs_path / "S0.log").read_text().count("S0_slide_1") >= 3
 
 
-def test_events_of_a_real_hospital_hold_rounds_and_nothing_else(capsys):
+def test_events_of_a_real_hospital_hold_only_rounds(capsys):
     notes = []
     events = PrivateEvents(notes.append)
     events.update("S0", 1.37, 3, "accuracy 0.9 ε 1.2")
@@ -280,7 +280,7 @@ def test_events_of_a_real_hospital_hold_rounds_and_nothing_else(capsys):
 
 
 @pytest.mark.parametrize("fails", [True, *nightly(False)])
-def test_a_launcher_hears_no_accuracy_and_no_reason_of_a_real_hospital(tmp_path, fails):
+def test_a_launcher_receives_no_accuracy_and_no_reason_of_a_real_hospital(tmp_path, fails):
     study, heard = make_study(tmp_path / "study", n_sites=2, site_extra=REAL), []
     watcher = SimpleNamespace(update=lambda *given: heard.append(given), print_message=lambda *_, **__: None)
     settings = ["train.rounds=2", "privacy.sigma=4"]
@@ -297,8 +297,8 @@ def test_a_launcher_hears_no_accuracy_and_no_reason_of_a_real_hospital(tmp_path,
 
 
 @pytest.mark.parametrize("weight", [np.nan, pytest.param(1e25, marks=pytest.mark.slow)])
-def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, monkeypatch, weight):
-    """The proxies are those of a run in which nothing diverged, and the site goes on after a restart."""
+def test_a_diverged_private_model_is_frozen_and_its_proxy_continues(study, monkeypatch, weight):
+    """The proxies equal those of a run without divergence, and the site continues after a restart."""
 
     def proxies(path):
         return [RunFolder(path).site_folder(name).load_model("proxy") for name in study.site_names()]
@@ -329,7 +329,7 @@ def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, mo
     assert evaluate(study, summary["run"])["sites"][1]["own"]["accuracy"] is not None
 
 
-def test_a_model_whose_answers_are_no_numbers_says_that_all_classes_are_equally_probable():
+def test_a_model_with_nan_logits_predicts_equal_probabilities():
     images = np.zeros((4, 1, 1, 2), np.float32)
     allowed = np.array([[True, True, True], [True, False, True], [True, True, True], [False, True, False]])
     examples = Examples(images.__getitem__, np.array([0, 2, 1, 1]), np.full(4, ""), np.full(4, ""), allowed)
@@ -342,7 +342,7 @@ def test_a_model_whose_answers_are_no_numbers_says_that_all_classes_are_equally_
     json.dumps(score_predictions(said, examples.label), allow_nan=False)
 
 
-def test_no_peer_chooses_where_a_hospital_writes(study):
+def test_a_peer_cannot_choose_where_a_hospital_writes(study):
     party = RunContext.create(study, study.load_pipeline("small"), "proxyfl")
     before = {*study.root.parent.rglob("*"), study.runs_path}
     for name in ("../../PWNED/00001-x", "/tmp/x", "proxyfl-..\\x", "proxyfl-a/b", "", "PROXYFL-\x07"):
@@ -351,7 +351,7 @@ def test_no_peer_chooses_where_a_hospital_writes(study):
         assert set(study.root.parent.rglob("*")) <= before
 
 
-def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
+def test_a_run_number_that_another_job_has_taken_is_not_reused(study):
     def describe(run):
         run.write_manifest({"id": "2", "config_sha256": ""})
 
@@ -367,7 +367,7 @@ def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
     assert sorted(p.name for p in study.runs_path.glob("0*")) == ["00001-fedavg-other", "00002-proxyfl-small"]
 
 
-def test_a_run_keeps_its_site_files_and_names_what_changed_and_what_is_withdrawn_stays_so(study, capsys):
+def test_a_run_keeps_its_site_files_names_changes_and_honors_withdrawals(study, capsys):
     run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
     before, file = evaluate(study, run), study.root / "sites" / "S1.toml"
     began = file.read_text()
@@ -386,7 +386,7 @@ def test_a_run_keeps_its_site_files_and_names_what_changed_and_what_is_withdrawn
     assert (site.real, site.allow, site.max_epsilon) == (True, [], 50.0)
 
 
-def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta(tmp_path):
+def test_a_resumed_run_obeys_a_smaller_budget_and_refuses_a_smaller_delta(tmp_path):
     study = make_study(tmp_path / "real", n_sites=1, site_extra=REAL)
     with interrupted_after(1):
         train(study, method="proxyfl", overrides=["train.rounds=3", "privacy.sigma=4"], backend="local")
@@ -404,7 +404,7 @@ def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta
 @pytest.mark.parametrize(
     "other", ['model.private="lenet5"', *nightly("train.alpha=0.9", "train.beta=0.5", "predict.model=proxy")]
 )
-def test_strict_proxies_are_the_same_whatever_the_private_models_do(study, other):
+def test_strict_proxies_do_not_depend_on_private_models(study, other):
     def released(*overrides):
         fixed = ["train.rounds=2", "train.local_baseline=false", "privacy.insecure_seed=5"]
         run = train(study, method="proxyfl", overrides=[*fixed, *overrides], backend="local")["run"]

@@ -1,4 +1,4 @@
-"""The dossier of a hospital: one page and its JSON, with every fact and no name of a slide or patient; and evidence."""
+"""The dossier of a hospital as page and JSON with no name of a slide or patient, and its signed evidence."""
 
 import json
 import re
@@ -44,7 +44,7 @@ ROUND = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1
 
 
 def spend(study, plan, rounds=2):
-    """Put releases under a plan on the ledger of S0, and an audit beside them."""
+    """Put releases under a plan on the ledger of S0, and an audit next to them."""
     terms = PrivacyTerms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed", allow=("scores",))
     given = {"site": "S0", "run": f"{RUN} {'a' * 32}", "references": {"agreement": plan.digest}}
     ledger = PrivacyLedger(study.ledger_path("S0"), terms=terms, **given)
@@ -67,7 +67,7 @@ def spend(study, plan, rounds=2):
 
 @pytest.fixture(scope="module")
 def signed(tmp_path_factory, federation):
-    """(study of S0, its kit, the plan that it signed, its ledger), with releases and an audit."""
+    """(study of S0, its startup kit, the signed plan, its ledger), with releases and an audit."""
     folder = tmp_path_factory.mktemp("dossier")
     plan = made(larger_study(folder / "coordinator", n_sites=3, site_extra=REAL), folder)
     kit, study = federation.kit(folder / "kit", "S0", federation="trial"), hospital(folder, "S0")
@@ -82,7 +82,7 @@ def dossier(signed, tmp_path_factory):
     return make_dossier(study, site=None, kit=kit, out=out), out
 
 
-def test_the_facts_are_those_of_the_plan_the_ledger_and_the_audits(signed, dossier):
+def test_the_facts_equal_those_of_the_plan_the_ledger_and_the_audits(signed, dossier):
     _, _, plan, ledger = signed
     found, out = dossier
     assert json.loads(out.with_suffix(".json").read_text()) == found
@@ -100,7 +100,7 @@ def test_the_facts_are_those_of_the_plan_the_ledger_and_the_audits(signed, dossi
     assert all(part["gaps"] for part in found["assessment"]) and len(found["assessment"]) == 5
 
 
-def test_the_page_needs_nothing_beside_it_and_names_no_slide_or_patient(signed, dossier):
+def test_the_page_is_self_contained_and_names_no_slide_or_patient(signed, dossier):
     html = dossier[1].read_text()
     document = Document(html)
     for _, attributes in document.tags:
@@ -114,21 +114,21 @@ def test_the_page_needs_nothing_beside_it_and_names_no_slide_or_patient(signed, 
 
 
 def make(study, kit, tmp_path, **given):
-    """The facts of a dossier, and its page as people read it."""
+    """Return the facts of a dossier and its page as readable text."""
     out = tmp_path / "d.html"
     found = make_dossier(study, **{"site": None, "kit": kit, "out": out, **given})
     return found, words_of(out.read_text())
 
 
 @contextmanager
-def without(path):
-    """Within it a file is away."""
+def hide_file(path):
+    """Move a file away within the context."""
     away = path.rename(path.with_name("away"))
     yield
     away.rename(path)
 
 
-def test_what_was_not_done_is_said_and_names_cannot_break_the_page(signed, dossier, tmp_path):
+def test_missing_facts_are_stated_and_names_cannot_break_the_page(signed, dossier, tmp_path):
     bare = {"accounts": [], "audits": [], "spent": None, "missing": None, "signed": []}
     html = _render_page(dossier[0] | bare | {"not_protected": ["<script>alert(1)</script>"]})
     assert "Nothing has left this site" in html and "No run of this study was audited" in html
@@ -151,12 +151,12 @@ def test_the_command_prints_the_json(signed, tmp_path, wsi_fl):
 
 
 def words_of(html):
-    """What people read on a page, in one line."""
+    """Return the readable text of a page in one line."""
     text = re.sub(r"<style>.*?</style>|<[^>]+>", " ", html, flags=re.DOTALL)
     return " ".join(unescape(text).split())
 
 
-def test_beside_epsilon_per_row_stands_what_it_is_worth_to_a_patient(signed, dossier):
+def test_epsilon_per_row_is_shown_with_the_guarantee_of_a_patient(signed, dossier):
     found, page = dossier[0], words_of(dossier[1].read_text())
     worth = group_epsilon([ROUND] * 2, 1e-5, 12)
     assert worth == pytest.approx(60.9, abs=0.1)
@@ -169,23 +169,21 @@ def test_beside_epsilon_per_row_stands_what_it_is_worth_to_a_patient(signed, dos
     assert said in found["assessment"][2]["facts"]
 
 
-def test_what_is_not_known_of_patients_is_not_said_nor_are_bounds_of_an_audit_that_was_not_made(
-    signed, dossier, tmp_path
-):
+def test_unknown_patient_guarantees_and_missing_audit_bounds_are_not_reported(signed, dossier, tmp_path):
     study, kit, *_ = signed
-    with without(study.root / "federation" / "cost-S0.json"):
+    with hide_file(study.root / "federation" / "cost-S0.json"):
         found, page = make(study, kit, tmp_path)
     assert (found["group"], found["cost"]) == (None, None)
     assert any("how much less is not known here" in one for one in found["not_protected"])
     assert "not known: it was signed without the store" in page
     assert any("their bounds are above" in one for one in dossier[0]["assessment"][3]["facts"])
-    with without(study.runs_path / RUN / "audit" / "audit.json"):
+    with hide_file(study.runs_path / RUN / "audit" / "audit.json"):
         facts = " ".join(make(study, kit, tmp_path)[0]["assessment"][3]["facts"])
     assert "bounds" not in facts and "No model of the site was audited" in facts
 
 
 def with_a_plan(tmp_path, said):
-    """A study in which a plan lies that nobody has signed."""
+    """A study with a plan that nobody has signed."""
     study = larger_study(tmp_path / "study", n_sites=3, site_extra=said)
     plan = made(study, tmp_path)
     plan_path(study).parent.mkdir()
@@ -193,7 +191,7 @@ def with_a_plan(tmp_path, said):
     return study, plan
 
 
-def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_drawing(tmp_path):
+def test_the_assessment_names_exact_counts_and_the_drawing_cuts_no_text(tmp_path):
     study, _ = with_a_plan(tmp_path, f'{REAL}\nallow = ["scores"]')
     found, _ = make(study, None, tmp_path, site="S0")
     (said,) = [one for one in found["assessment"][0]["facts"] if "computed of records" in one]
@@ -204,7 +202,7 @@ def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_draw
     assert "counts of test examples by score and class" in drawing and "private model" in drawing
 
 
-def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path):
+def test_the_dossier_warns_of_a_ledger_that_approve_refuses(tmp_path):
     study, plan = with_a_plan(tmp_path, REAL)
     terms = PrivacyTerms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed")
     ledger = open_ledger(study, study.load_site("S0"), f"{RUN} {'a' * 32}", terms)
@@ -226,13 +224,13 @@ def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path):
         ("patient", "all training rows of one patient", "one training row"),
     ],
 )
-def test_the_coordinators_page_states_the_privacy_unit(unit, said, not_said):
+def test_the_coordinators_page_names_the_privacy_unit_of_epsilon(unit, said, not_said):
     row = {"site": "S0", "epsilon": 1.0, "rounds": 1, "guarantee": "guaranteed", "unit": unit}
     page = words_of(render_coordinator(SUMMARY | {"sites": [row]}, None))
     assert f"The privacy unit is {said}" in page and f"The privacy unit is {not_said}" not in page
 
 
-def test_who_leaves_has_it_in_writing_what_stays_with_others(signed, tmp_path):
+def test_a_leaving_hospital_gets_a_list_of_what_stays_with_others(signed, tmp_path):
     (study, _, plan, ledger), kit = signed, Kit.open(signed[1])
     study = Study(shutil.copytree(study.root, tmp_path / "study"))
     approval = approval_path(study, "S0")
@@ -254,7 +252,7 @@ def test_who_leaves_has_it_in_writing_what_stays_with_others(signed, tmp_path):
         assert any(words in said for said in found["says"])
 
 
-def test_what_was_sent_stays_with_the_other_sites_of_its_run(signed, tmp_path):
+def test_sent_models_are_listed_as_staying_with_the_other_sites_of_the_run(signed, tmp_path):
     study, kit, _, ledger = signed
     study = Study(shutil.copytree(study.root, tmp_path / "study"))
     copy = PrivacyLedger(study.ledger_path("S0"), site="S0", run=ledger.run, terms=ledger.terms)
@@ -271,7 +269,7 @@ def test_what_was_sent_stays_with_the_other_sites_of_its_run(signed, tmp_path):
 
 @pytest.fixture(scope="module")
 def evidence(signed, tmp_path_factory):
-    """(document, folder) of a hospital with releases and an audit; no tool is asked."""
+    """(document, folder) of a hospital with releases and an audit; no external tool is called."""
     study, kit, *_ = signed
     out = tmp_path_factory.mktemp("evidence") / "evidence"
     with pytest.MonkeyPatch.context() as patch:
@@ -293,7 +291,7 @@ def answers(document, title):
     return {row["asks"]: row for row in sheet["row"]}
 
 
-def test_epsilon_of_the_page_is_the_ledgers(signed, evidence):
+def test_epsilon_of_the_page_equals_that_of_the_ledger(signed, evidence):
     document, out = evidence
     epsilon = f"{signed[3].epsilon():.4g}"
     assert answers(document, "Entry")["ε"]["says"] == f"{epsilon} spent on everything so far; budget 50"
@@ -302,7 +300,7 @@ def test_epsilon_of_the_page_is_the_ledgers(signed, evidence):
     assert json.loads((out / "evidence.json").read_text()) == document
 
 
-def test_figures_are_those_of_the_audit_and_nothing_else_is_claimed(signed, evidence, tmp_path, monkeypatch):
+def test_figures_equal_those_of_the_audit_and_nothing_else_is_claimed(signed, evidence, tmp_path, monkeypatch):
     asked = answers(evidence[0], "Is a model")
     (membership,) = [row for key, row in asked.items() if "membership" in key]
     assert "AUROC of 0.51 " in membership["says"] and membership["shown"]
@@ -311,21 +309,21 @@ def test_figures_are_those_of_the_audit_and_nothing_else_is_claimed(signed, evid
     assert not answers(evidence[0], "European")["Article 68, data permit"]["shown"]
     study, kit, *_ = signed
     monkeypatch.setattr(writing, "find_spec", lambda _: None)
-    with without(study.runs_path / RUN / "audit" / "audit.json"):
+    with hide_file(study.runs_path / RUN / "audit" / "audit.json"):
         document = make_evidence(study, Kit.open(kit), tmp_path / "bare")
     asked = answers(document, "Is a model")
     assert not next(row for key, row in asked.items() if "membership" in key)["shown"]
 
 
 def keys_and_values(document):
-    """Every (key, value) of a document, however deep."""
+    """Every (key, value) of a document, at any depth."""
     for key, value in document.items() if isinstance(document, dict) else enumerate(document):
         yield key, value
         if isinstance(value, dict | list):
             yield from keys_and_values(value)
 
 
-def test_evidence_for_others_says_nothing_of_single_patients_nor_of_models_that_stayed(
+def test_evidence_for_others_holds_nothing_of_single_patients_or_unreleased_models(
     signed, evidence, tmp_path, monkeypatch
 ):
     study, kit, *_ = signed
@@ -349,7 +347,7 @@ def test_evidence_for_others_says_nothing_of_single_patients_nor_of_models_that_
         assert "0.987" not in text and "12 rows" not in text and "76.7" not in text, path
 
 
-def test_evidence_for_others_names_no_place_of_the_machine(signed, tmp_path, monkeypatch):
+def test_evidence_for_others_names_no_path_of_the_machine(signed, tmp_path, monkeypatch):
     study, kit, *_ = signed
     home = tmp_path / "home"
     document = {"components": [{"name": "a", "externalReferences": [{"url": f"file://{home}"}, {"url": "https://a"}]}]}
@@ -377,7 +375,7 @@ def test_evidence_for_others_names_no_place_of_the_machine(signed, tmp_path, mon
     assert software["properties"] == [{"name": "python", "value": "3"}]
 
 
-def test_every_place_of_a_sheet_is_a_fact_and_tools_that_are_missing_are_named(evidence):
+def test_every_row_of_a_sheet_holds_a_fact_and_missing_tools_are_named(evidence):
     rows = [row for sheet in evidence[0]["sheets"] for row in sheet["row"]]
     assert len(rows) == sum(len(one["row"]) for one in writing._SHEETS) > 45
     assert all("{" not in row["says"] and "= None" not in row["says"] for row in rows)
@@ -394,12 +392,12 @@ def test_an_epsilon_that_is_nominal_is_not_called_a_guarantee(signed, tmp_path):
     assert (told["guarantee"], "every attack" in told["worth"]) == ("nominal", False)
 
 
-def test_a_tool_that_fails_is_told_in_its_own_words(tmp_path):
+def test_the_message_of_a_failing_tool_is_quoted(tmp_path):
     said = writing._run_tool("json.tool", "a-tool", [], tmp_path / "file.json")
     assert said.startswith("not made; a-tool failed: ") and "file.json" in said
 
 
-def test_a_folder_as_it_was_signed_is_verified(signed, evidence):
+def test_an_unchanged_evidence_folder_is_verified(signed, evidence):
     found = verify_evidence(evidence[1], root_of(signed))
     assert (found["site"], found["organization"]) == ("S0", "org")
     assert set(found["files"]) == {"index.html", "evidence.json", "dossier.html", "dossier.json"}
@@ -407,7 +405,7 @@ def test_a_folder_as_it_was_signed_is_verified(signed, evidence):
     refused(lambda: verify_evidence(evidence[1], other), "does not belong to this federation")
 
 
-def edited(folder):
+def edit_page(folder):
     file = folder / "index.html"
     file.write_text(file.read_text().replace("50", "51", 1))
 
@@ -420,7 +418,7 @@ def of_another_site(folder):
 @pytest.mark.parametrize(
     ("harm", "word"),
     [
-        (edited, "index.html is not as S0 signed it"),
+        (edit_page, "index.html is not as S0 signed it"),
         (lambda folder: (folder / "more.txt").write_text("x"), "more.txt is not as"),
         (lambda folder: write_json(folder / "a" / "evidence.sig.json", {}), "a/evidence.sig.json is not as"),
         (lambda folder: (folder / "dossier.html").unlink(), "dossier.html is not as"),
@@ -428,12 +426,12 @@ def of_another_site(folder):
         (lambda folder: (folder / "evidence.sig.json").write_text("{}"), "it is incomplete"),
     ],
 )
-def test_a_folder_that_was_touched_is_refused(signed, copy, harm, word):
+def test_a_changed_evidence_folder_is_refused(signed, copy, harm, word):
     harm(copy)
     refused(lambda: verify_evidence(copy, root_of(signed)), word)
 
 
-def test_without_a_kit_the_folder_s_own_root_vouches_and_no_word_may_be_changed(copy):
+def test_without_a_startup_kit_evidence_is_verified_by_its_root_ca_word_for_word(copy):
     assert verify_evidence(copy, None)["site"] == "S0"
     file = copy / "evidence.sig.json"
     said = json.loads(file.read_text())
@@ -444,11 +442,11 @@ def test_without_a_kit_the_folder_s_own_root_vouches_and_no_word_may_be_changed(
     file.write_text(json.dumps({key: said[key] for key in said if key != "root"}))
     refused(lambda: verify_evidence(copy, None), "give --kit")
     file.write_text(json.dumps(said))
-    edited(copy)
+    edit_page(copy)
     refused(lambda: verify_evidence(copy, None), "index.html is not as S0 signed it")
 
 
-def test_the_command_writes_and_verifies(signed, evidence, tmp_path, monkeypatch):
+def test_the_command_writes_and_verifies_evidence(signed, evidence, tmp_path, monkeypatch):
     study, kit, *_ = signed
     monkeypatch.setattr(writing, "find_spec", lambda _: None)
     out, said = tmp_path / "evidence", "is as S0 (org) signed it"
@@ -474,7 +472,7 @@ def account_of(study, run, document):
     path.write_text(document if isinstance(document, str) else json.dumps(document))
 
 
-def test_the_most_rows_of_a_patient_are_those_of_any_run_or_signature(tmp_path):
+def test_the_largest_patient_counts_over_all_runs_and_signatures(tmp_path):
     study, money = Study(tmp_path), {"epsilon": 1, "delta": 1e-5, "guarantee": "guaranteed", "unit": "row"}
     assert _largest_patient_rows(study, "S0", None) is None
     account_of(study, "00001-proxyfl-small", money | {"group": {"rows": 7}})
@@ -488,7 +486,7 @@ def test_the_most_rows_of_a_patient_are_those_of_any_run_or_signature(tmp_path):
 
 
 @pytest.mark.parametrize("document", ["[]", '{"epsilon": 1', "{}", '{"epsilon": 1, "delta": 1}', "\0\0"])
-def test_a_damaged_account_of_a_run_is_named_and_not_left_out(tmp_path, document):
+def test_a_damaged_account_of_a_run_is_refused_by_name(tmp_path, document):
     study = Study(tmp_path)
     account_of(study, "00003-fml-small", document)
     refused(

@@ -1,4 +1,4 @@
-"""A census: noisy counts of patients by declared values, charged once and signed, and its collection."""
+"""Feasibility queries: noisy counts of patients by declared values, charged once, signed and collected."""
 
 import json
 
@@ -27,7 +27,7 @@ ASKED = {"grade": ["low", "high"], "her2": ["pos", "neg"]}
 
 
 def hospital(folder, patients, name="S0", said=REAL):
-    """A study with one site, whose table has these lines of (patient, grade, her2)."""
+    """A study with one site, whose table has the given rows of (patient, grade, her2)."""
     study = make_study(folder, n_sites=0)
     (folder / "sites" / f"{name}.toml").write_text(f'name = "{name}"\nlabels = "slides.csv"\n{said}\n')
     rows = [f"s{k},{','.join(line)}" for k, line in enumerate(patients)]
@@ -45,14 +45,14 @@ def counted(tmp_path, patients):
     return _exact_counts(study, study.load_site("S0"), ASKED)
 
 
-def test_a_patient_counts_once_for_each_column_whatever_its_lines_say(tmp_path):
+def test_a_patient_counts_once_per_column_whatever_its_table_rows_hold(tmp_path):
     patients = [("a", "low", "pos"), ("a", "low", "pos"), ("b", "high", "neg"), ("b", "low", "neg")]
     patients += [("c", "secret", ""), ("d", "low", "neg")]
     assert counted(tmp_path, patients).tolist() == [2, 0, 2, 1, 2, 1]
     refused(lambda: counted(tmp_path, [("", "low", "pos")]), "slides.csv line 2", "names no patient")
 
 
-def test_one_patient_more_moves_the_counts_by_the_root_of_the_columns_at_most(tmp_path):
+def test_the_sensitivity_of_the_counts_is_the_root_of_the_number_of_columns(tmp_path):
     rng, furthest = np.random.default_rng(0), 0.0
     words = np.array(["low", "high", "pos", "neg", "", "else"])
     for _ in range(20):
@@ -62,13 +62,13 @@ def test_one_patient_more_moves_the_counts_by_the_root_of_the_columns_at_most(tm
     assert furthest == pytest.approx(2**0.5)
 
 
-def test_the_noise_is_that_of_the_mechanism_on_the_ledger():
+def test_the_noise_equals_that_of_the_mechanism_on_the_ledger():
     drawn = _add_noise(np.zeros(1000, np.int64), 5.0, 2**0.5)
     assert drawn.std() == pytest.approx(5 * 2**0.5, rel=0.15) and abs(drawn.mean()) < 1.5
     assert (drawn == np.rint(drawn)).all()
 
 
-def test_a_question_is_answered_once_and_charged_once(tmp_path, federation):
+def test_a_query_is_answered_once_and_charged_once(tmp_path, federation):
     study, identity = hospital(tmp_path / "S0", many(80, 60)), federation.identity("S0")
     first = run_query(study, identity, ASKED, epsilon=0.3)
     assert run_query(study, identity, ASKED, epsilon=0.3) == first
@@ -93,7 +93,7 @@ def test_a_question_is_answered_once_and_charged_once(tmp_path, federation):
     assert len(found) == 1  # the one that was not touched
 
 
-def test_whoever_gets_another_key_signs_its_answer_anew_and_pays_nothing(tmp_path, federation):
+def test_a_hospital_with_a_new_key_signs_its_counts_again_at_no_charge(tmp_path, federation):
     study, other = hospital(tmp_path / "S0", many(80, 60)), federation.identity("S0")
     first = run_query(study, federation.identity("S0"), ASKED, epsilon=0.3)
     again = run_query(study, other, ASKED, epsilon=0.3)
@@ -103,7 +103,7 @@ def test_whoever_gets_another_key_signs_its_answer_anew_and_pays_nothing(tmp_pat
     assert len(collect_mechanisms(LedgerFile(study.ledger_path("S0")).entries)) == 1
 
 
-def test_what_is_asked_wrongly_costs_nothing(tmp_path, federation):
+def test_an_invalid_query_costs_nothing(tmp_path, federation):
     study, identity = hospital(tmp_path / "S0", many(3, 3)), federation.identity("S0")
     refused(lambda: run_query(study, identity, {"grade": ["low", "low"]}, epsilon=0.1), "each value once")
     refused(lambda: run_query(study, identity, {"grade": [""]}, epsilon=0.1), "grade=low,high")
@@ -113,7 +113,7 @@ def test_what_is_asked_wrongly_costs_nothing(tmp_path, federation):
     refused(lambda: run_query(poor, identity, ASKED, epsilon=0.1), "max_epsilon")
 
 
-def test_the_coordinator_sees_who_can_answer_and_who_would_receive(tmp_path, federation):
+def test_the_coordinator_sees_which_sites_have_labels_and_which_are_inference_only(tmp_path, federation):
     taken, made = [], {"S0": many(400, 400), "S1": many(500, 0), "S2": many(1, 1)}
     for name, patients in made.items():
         study, identity = hospital(tmp_path / name, patients, name), federation.identity(name)
@@ -135,7 +135,7 @@ def test_the_coordinator_sees_who_can_answer_and_who_would_receive(tmp_path, fed
 
 
 @pytest.mark.parametrize("second", ["grade=low", "grade=low,high", "her2=pos"])
-def test_a_column_that_is_asked_twice_is_not_dropped(tmp_path, federation, second):
+def test_a_column_that_is_queried_twice_is_kept(tmp_path, federation, second):
     study, kit = hospital(tmp_path / "S0", many(3, 3)), federation.kit(tmp_path / "kit", "S0")
     asked = [word for one in ("grade=low,high", "her2=neg", second) for word in ("--column", one)]
     given = ["federation", "census", "--kit", str(kit), "--study", str(study.root), *asked]
@@ -143,7 +143,7 @@ def test_a_column_that_is_asked_twice_is_not_dropped(tmp_path, federation, secon
     assert not study.ledger_path("S0").exists()
 
 
-def test_the_commands_take_and_collect(tmp_path, wsi_fl, federation):
+def test_the_commands_answer_and_collect_queries(tmp_path, wsi_fl, federation):
     files = []
     for name in ("S0", "S1"):
         study = hospital(tmp_path / name, many(300, 300), name)

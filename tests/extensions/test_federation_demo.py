@@ -1,4 +1,4 @@
-"""The demo of hospitals: its processes end with it, another folder is left alone, and a matrix of scores comes out."""
+"""The demo of hospitals: its processes end with it, foreign folders stay unchanged, and it writes a score matrix."""
 
 import json
 import os
@@ -29,16 +29,16 @@ time.sleep(60)
 """
 
 
-def place_of(root, name):
-    """A place where `wsi-fl` is a program that waits, or fails."""
+def make_place(root, name):
+    """Return a folder in which `wsi-fl` is a program that waits or fails."""
     (root / name / "wsi_fl").mkdir(parents=True)
     (root / name / "wsi_fl" / "__main__.py").write_text(WAITS)
     (root / name / "wsi_fl" / "__init__.py").touch()
     return DemoMachine(name, root / name, root / name)
 
 
-def gone(place):
-    """Whether the process of a place has ended."""
+def has_ended(place):
+    """Return whether the process of a folder has ended."""
     try:
         os.kill(int((place.working_folder / "pid").read_text()), 0)
     except ProcessLookupError:
@@ -47,28 +47,28 @@ def gone(place):
 
 
 @pytest.mark.parametrize("by", [KeyboardInterrupt, WsiFlError])
-def test_whatever_runs_ends_with_the_demo(tmp_path, by):
-    place = place_of(tmp_path, "A")
+def test_all_processes_end_with_the_demo(tmp_path, by):
+    place = make_place(tmp_path, "A")
     with pytest.raises(by), child_processes() as crew:
         crew.start_server(place, "waits")
-        assert not gone(place)
+        assert not has_ended(place)
         if by is WsiFlError:
-            crew.run(place_of(tmp_path, "B"), "fails")
+            crew.run(make_place(tmp_path, "B"), "fails")
         raise KeyboardInterrupt
-    assert gone(place)
+    assert has_ended(place)
 
 
-def test_one_failure_ends_the_others_at_once_and_is_told_in_one_line(tmp_path):
-    places = [place_of(tmp_path, name) for name in "AB"]
+def test_one_failure_ends_the_other_processes_at_once_and_is_reported_in_one_line(tmp_path):
+    places = [make_place(tmp_path, name) for name in "AB"]
     began = time.monotonic()
     with child_processes() as crew:
         work = lambda place: crew.run(place, "fails" if place.name == "B" else "waits")  # noqa: E731
         refused(lambda: crew.run_parallel(work, places), "B: wsi-fl fails: so it is", error=WsiFlError)
-    assert all(gone(place) for place in places) and time.monotonic() - began < 30
+    assert all(has_ended(place) for place in places) and time.monotonic() - began < 30
 
 
 @needs_flare
-def test_a_folder_of_something_else_is_left_alone_and_a_finished_demo_as_it_is(tmp_path):
+def test_a_foreign_folder_and_a_finished_demo_are_left_unchanged(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     refused(lambda: run_federation_demo(tmp_path), "is not empty and no finished demo")
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
@@ -78,7 +78,7 @@ def test_a_folder_of_something_else_is_left_alone_and_a_finished_demo_as_it_is(t
 
 @needs_flare
 @pytest.mark.slow
-def test_four_hospitals_come_to_a_matrix_and_open_no_file_of_another(tmp_path, monkeypatch):
+def test_four_hospitals_get_a_score_matrix_and_open_no_file_of_another(tmp_path, monkeypatch):
     opened = Opened(tmp_path / "opened")
     python = tmp_path / "python"
     words = " ".join(opened.watched("$(basename $(dirname $XDG_STATE_HOME)).$$", [sys.executable]))

@@ -1,4 +1,4 @@
-"""The plan that hospitals sign: its words follow from its settings, and nobody takes part in another."""
+"""The plan that hospitals sign: its text follows from its settings, and a site takes part in no other plan."""
 
 import io
 import json
@@ -62,13 +62,13 @@ def identities(kits):
 
 @pytest.fixture(scope="module")
 def coordinator(tmp_path_factory):
-    """Whoever makes plans; no test changes this study."""
+    """The study of the coordinator, which makes plans; no test changes it."""
     return make_study(tmp_path_factory.mktemp("made") / "coordinator", n_sites=3, site_extra=REAL)
 
 
 @pytest.fixture(scope="module")
 def plan(coordinator):
-    """A plan of ProxyFL; its file is `plan.json` beside the study."""
+    """A ProxyFL plan; its file is `plan.json` next to the study."""
     return made(coordinator, coordinator.root.parent)
 
 
@@ -78,7 +78,7 @@ def file(coordinator):
 
 
 def hospital(tmp_path, name, said=REAL):
-    """A study with one hospital's site file and store alone."""
+    """A study with one hospital's site file and only its store."""
     study = make_study(tmp_path / name, n_sites=0)
     (study.root / "sites" / f"{name}.toml").write_text(
         f'name = "{name}"\nslides = "none/*.tif"\nlabels = "none.csv"\n{said}\n'
@@ -92,11 +92,11 @@ def made(study, tmp_path, method="proxyfl", *overrides):
 
 
 def changed(plan, **given):
-    """The plan with other words."""
+    """Return the plan with a changed text."""
     return FederationPlan(json.dumps(plan.document | given, indent=2, ensure_ascii=False) + "\n")
 
 
-def test_a_plan_says_what_runs_and_the_bytes_of_what_travels(coordinator, plan, tmp_path):
+def test_a_plan_states_what_runs_and_the_bytes_of_each_transfer(coordinator, plan, tmp_path):
     said = parse_plan_document(plan)
     model = create_model("mlp", n_classes=2, shape=Images(3, 16), seed=5)
     n_bytes = 4 * sum(p.numel() for p in model.parameters())
@@ -115,7 +115,7 @@ def test_a_plan_says_what_runs_and_the_bytes_of_what_travels(coordinator, plan, 
     assert again | {"created": ""} == plan.document | {"created": ""}
 
 
-def test_a_plan_without_privacy_says_so(tmp_path):
+def test_a_plan_without_privacy_states_it(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2, site_extra='real = true\nallow = ["model"]')
     document = parse_plan_document(made(study, tmp_path, "fedavg", "privacy.enabled=false"))
     assert "no differential privacy" in document["privacy"]["says"]
@@ -125,7 +125,7 @@ def test_a_plan_without_privacy_says_so(tmp_path):
     assert not any("private model" in one for one in document["stays"])
 
 
-def test_without_a_store_a_plan_of_features_says_what_must_agree(tmp_path):
+def test_a_plan_of_features_made_without_a_store_states_what_must_agree(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3, site_extra=REAL)
     heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
     said = parse_plan_document(made(study, tmp_path, "proxyfl", *heads))
@@ -136,7 +136,7 @@ def test_without_a_store_a_plan_of_features_says_what_must_agree(tmp_path):
     assert oneshot["leaves"][0]["often"] == "once"
 
 
-def test_how_often_a_sum_may_be_tried_stands_in_the_plan_and_is_priced(tmp_path, capsys):
+def test_the_attempts_of_secure_aggregation_are_in_the_plan_and_in_its_cost(tmp_path, capsys):
     said = f'{REAL}\nallow = ["scores", "shared"]'
     study = with_features(make_study(tmp_path / "c", n_sites=4, site_extra=said), 8)
     own = with_features(hospital(tmp_path / "h", "S0", said), 8)
@@ -157,7 +157,7 @@ def test_how_often_a_sum_may_be_tried_stands_in_the_plan_and_is_priced(tmp_path,
     refused(lambda: review_plan(own, often, "S0"), "(leaves)", "changed by hand")
 
 
-def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(plan, file, tmp_path, kits, wsi_fl):
+def test_a_hospital_with_only_its_store_signs_and_gets_the_other_site_files(plan, file, tmp_path, kits, wsi_fl):
     study = hospital(tmp_path, "S1")
     given = ("federation", "approve", file, "--kit", kits["S1"], "--yes", "--yes-per-row", "--json")
     done = wsi_fl(*given, cwd=study.root)
@@ -174,7 +174,7 @@ def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(pla
     assert "has not arrived" in found.missing["S0"]
 
 
-def test_the_command_writes_a_plan_and_says_what_next(coordinator, tmp_path, wsi_fl):
+def test_the_command_writes_a_plan_and_names_the_next_step(coordinator, tmp_path, wsi_fl):
     out = tmp_path / "agreed.json"
     given = ("federation", "plan", "--method", "proxyfl", "--set", "train.rounds=2", "--out", out)
     done = wsi_fl(*given, "--json", cwd=coordinator.root)
@@ -184,7 +184,7 @@ def test_the_command_writes_a_plan_and_says_what_next(coordinator, tmp_path, wsi
     assert "wsi-fl federation approve agreed.json" in wsi_fl(*given, cwd=coordinator.root).stderr
 
 
-def test_who_signs_again_is_told_what_changed(coordinator, identities, tmp_path):
+def test_a_second_signature_shows_the_changes_of_the_plan(coordinator, identities, tmp_path):
     study = Study(shutil.copytree(coordinator.root, tmp_path / "study"))
     first = made(study, tmp_path, "proxyfl", "train.rounds=1")
     record_approval(study, first, identities["S0"])
@@ -197,7 +197,7 @@ def test_who_signs_again_is_told_what_changed(coordinator, identities, tmp_path)
     assert describe_changes(fewer, second) == ["with S2"]
 
 
-def test_what_was_about_another_plan_is_kept_beside_the_new_one(coordinator, identities, tmp_path, capfd):
+def test_files_of_an_earlier_plan_are_kept_next_to_those_of_the_new_one(coordinator, identities, tmp_path, capfd):
     study = Study(shutil.copytree(coordinator.root, tmp_path / "study"))
     folder = study.root / "federation"
     first = made(study, study.root, "proxyfl", "train.rounds=1")
@@ -222,7 +222,9 @@ def test_what_was_about_another_plan_is_kept_beside_the_new_one(coordinator, ide
 ALL_ROWS = "all 12 rows of the patient with the most rows together have ε = 76.7"
 
 
-def test_a_hospital_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(plan, file, tmp_path, kits, wsi_fl, monkeypatch):
+def test_a_hospital_must_accept_the_patient_guarantee_of_an_epsilon_per_row(
+    plan, file, tmp_path, kits, wsi_fl, monkeypatch
+):
     study, asked = hospital(tmp_path, "S0"), []
     assert "A patient with many rows is protected much less" in parse_plan_document(plan)["privacy"]["says"]
     cost = review_plan(study, plan, "S0").cost
@@ -254,7 +256,7 @@ def test_a_hospital_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(plan, fil
 
 
 @pytest.mark.slow
-def test_per_patient_or_within_the_budget_one_yes_is_enough(tmp_path, kits, wsi_fl):
+def test_one_confirmation_is_enough_per_patient_or_within_the_budget(tmp_path, kits, wsi_fl):
     for unit, said in (("patient", REAL), ("row", REAL.replace("50.0", "120.0"))):
         coordinator = make_study(tmp_path / unit / "coordinator", n_sites=3, site_extra=said)
         given = (f"privacy.unit='{unit}'", "privacy.target_epsilon=3.78")
@@ -267,7 +269,7 @@ def test_per_patient_or_within_the_budget_one_yes_is_enough(tmp_path, kits, wsi_
         assert ("A patient with many rows" in parse_plan_document(plan)["privacy"]["says"]) == (unit == "row")
 
 
-def test_a_dry_run_says_what_a_row_s_epsilon_is_worth_to_a_patient(tmp_path, capsys):
+def test_a_dry_run_reports_the_patient_guarantee_of_an_epsilon_per_row(tmp_path, capsys):
     study = make_study(tmp_path / "study", n_sites=2, site_extra="real = false\nmax_epsilon = 50.0")
     document = dry_run(study, method="proxyfl", backend="local")
     group = document["sites"][0]["group"]
@@ -287,7 +289,7 @@ def test_a_dry_run_says_what_a_row_s_epsilon_is_worth_to_a_patient(tmp_path, cap
         (REAL.replace("real = true", "real = false"), "says real = true"),
     ],
 )
-def test_what_a_site_file_does_not_permit_is_refused(plan, tmp_path, said, word):
+def test_a_plan_that_a_site_file_does_not_permit_is_refused(plan, tmp_path, said, word):
     study = hospital(tmp_path, "S0", said)
     refused(lambda: review_plan(study, plan, "S0"), word)
     refused(lambda: review_plan(study, plan, "S7"), "S7 is not in this plan")
@@ -295,7 +297,7 @@ def test_what_a_site_file_does_not_permit_is_refused(plan, tmp_path, said, word)
     refused(lambda: review_plan(study, plan, "S0"), "sites/S0.toml is missing", "max_epsilon")
 
 
-def test_a_budget_too_small_for_one_round_is_refused_and_for_some_is_told(tmp_path):
+def test_a_budget_below_one_round_is_refused_and_one_below_all_rounds_is_reported(tmp_path):
     looked = {}
     for limit in ("0.5", "3.0"):
         said = REAL.replace("50.0", limit)
@@ -307,7 +309,7 @@ def test_a_budget_too_small_for_one_round_is_refused_and_for_some_is_told(tmp_pa
     assert f"enough for {some.cost.rounds} of 3 rounds" in some.notes[0]
 
 
-def test_words_that_do_not_follow_from_the_settings_are_refused(plan, tmp_path):
+def test_a_plan_text_that_does_not_follow_from_the_settings_is_refused(plan, tmp_path):
     study, said = hospital(tmp_path, "S0"), plan.document
     assert review_plan(study, plan, "S0").cost
     first, *others = said["sites"]
@@ -335,12 +337,12 @@ def test_words_that_do_not_follow_from_the_settings_are_refused(plan, tmp_path):
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy of what is installed, without what Python compiled."""
+    """A copy of the installed package, without compiled files."""
     here = Path(signed_plans.__file__).parents[2]
     return shutil.copytree(here, tmp_path / "wsi_fl", ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def test_one_byte_of_what_runs_is_another_digest(package):
+def test_one_changed_byte_of_the_code_changes_the_digest(package):
     before = code_digest(package)
     assert before == code_digest()
     for file in ("hospitals/dossier/dossier.html.j2", "synthesis/lpips_vgg16.safetensors", "privacy/ledger.py"):
@@ -355,7 +357,7 @@ def test_one_byte_of_what_runs_is_another_digest(package):
 
 
 @pytest.mark.parametrize("name", ["torch", "cryptography"])
-def test_another_version_of_what_the_guarantee_rests_on_is_another_digest(plan, tmp_path, monkeypatch, name):
+def test_another_version_of_a_privacy_dependency_changes_the_digest(plan, tmp_path, monkeypatch, name):
     study, before = hospital(tmp_path, "S0"), code_digest()
     installed = signed_plans.version
     monkeypatch.setattr(signed_plans, "version", lambda one: "1.2.3" if one == name else installed(one))
@@ -372,7 +374,7 @@ def with_features(study, d):
     return study
 
 
-def test_a_letter_s_directions_stand_in_the_plan_and_a_hospital_needs_the_same_file(tmp_path):
+def test_the_projection_of_class_statistics_is_in_the_plan_and_hospitals_need_the_same_file(tmp_path):
     def write(study, seed):
         origin = ProjectionOrigin(
             encoder="tiny sha256:0", sources=[ProjectionSource(name="a.svs", rows=50, sha256="0" * 64)]
@@ -394,7 +396,7 @@ def test_a_letter_s_directions_stand_in_the_plan_and_a_hospital_needs_the_same_f
     assert review_plan(own, plan, "S0").cost
 
 
-def test_another_encoder_or_other_classes_in_the_own_store_are_refused(tmp_path, monkeypatch):
+def test_a_local_store_of_another_encoder_or_other_classes_is_refused(tmp_path, monkeypatch):
     heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
     coordinator = with_features(make_study(tmp_path / "c", n_sites=3, site_extra=REAL), 5)
     plan = made(coordinator, tmp_path, "proxyfl", *heads)
@@ -409,7 +411,7 @@ def test_another_encoder_or_other_classes_in_the_own_store_are_refused(tmp_path,
         refused(lambda: review_plan(same, plan, "S0"), key)
 
 
-def test_existing_files_of_others_stay_and_a_difference_is_told(plan, tmp_path, identities):
+def test_existing_files_of_other_sites_stay_and_differences_are_reported(plan, tmp_path, identities):
     study = hospital(tmp_path, "S0")
     own = 'name = "S1"\nreal = true\nmax_epsilon = 1.0\ndelta = 1e-5\n'
     (study.root / "sites" / "S1.toml").write_text(own)
@@ -420,7 +422,7 @@ def test_existing_files_of_others_stay_and_a_difference_is_told(plan, tmp_path, 
     refused(lambda: sign_plan(study, looked, identities["S1"]), "this kit belongs to S1")
 
 
-def test_a_plan_pins_the_keys_that_speak_for_sites_and_shows_all(coordinator, tmp_path, identities, capfd):
+def test_a_plan_pins_and_shows_the_keys_of_all_sites(coordinator, tmp_path, identities, capfd):
     keys = {name: key_fingerprint(identities[name].certificate) for name in SITES}
     pinned = make_plan(coordinator, method="proxyfl", out=tmp_path / "pinned.json", keys=keys)
     study = hospital(tmp_path, "S0")
@@ -474,7 +476,7 @@ def part(signed, identities, **given):
     return lambda: take_part(signed["S0"], identities["S0"], Wire("S0", {}), **given)
 
 
-def test_whatever_a_ledger_released_names_the_plan(plan, signed, identities):
+def test_every_release_on_a_ledger_names_its_plan(plan, signed, identities):
     ends = {}
 
     def be(name):
@@ -504,7 +506,7 @@ def test_whatever_a_ledger_released_names_the_plan(plan, signed, identities):
         ("an expired certificate", ("S0 cannot be used: the certificate of S0 holds from",)),
     ],
 )
-def test_nobody_takes_part_with(harm, words, signed, identities, monkeypatch):
+def test_taking_part_is_refused_with(harm, words, signed, identities, monkeypatch):
     here, there = (approval_path(signed[name], name) for name in ("S0", "S1"))
     file, plan = signed["S0"].root / "sites" / "S0.toml", plan_path(signed["S0"])
     if harm == "no approval":
@@ -525,7 +527,7 @@ def test_nobody_takes_part_with(harm, words, signed, identities, monkeypatch):
     refused(part(signed, identities), *words)
 
 
-def test_another_plan_or_a_run_elsewhere_or_of_other_settings(plan, signed, identities, tmp_path):
+def test_another_plan_or_a_run_of_other_sites_or_settings_is_refused(plan, signed, identities, tmp_path):
     refused(part(signed, identities, plan="1" * 64), "this job is plan 11111111", "nothing was begun")
     study, evil = signed["S0"], tmp_path / "evil"
     RunFolder(evil).path.mkdir()

@@ -1,4 +1,4 @@
-"""What `federation start` ends and keeps up for years: processes and jobs, logs that are rotated, units."""
+"""What `federation start` keeps up and ends: processes, jobs, rotated logs and systemd units."""
 
 import os
 import shutil
@@ -60,7 +60,7 @@ time.sleep(60)
 
 @needs_flare
 @pytest.mark.parametrize("module", ["client", "job", "server"])
-def test_nothing_goes_on_after_what_started_it_was_killed(module):
+def test_child_processes_end_after_their_parent_was_killed(module):
     command = [sys.executable, "-c", STARTER, STARTED, module]
     starter = subprocess.Popen(command, stdout=subprocess.PIPE)
     started = int(starter.stdout.readline())
@@ -77,8 +77,8 @@ def test_nothing_goes_on_after_what_started_it_was_killed(module):
 
 
 @pytest.fixture
-def held(tmp_path):
-    """A kit that somebody has."""
+def held_kit(tmp_path):
+    """A startup kit that another process holds."""
     provision_federation(tmp_path / "kits", federation="one", server="localhost:1", sites=["C1"])
     kit = Kit.open(tmp_path / "kits" / "C1")
     with kit.lock_kit():
@@ -86,25 +86,25 @@ def held(tmp_path):
 
 
 @needs_flare
-def test_a_kit_that_runs_is_not_started_again(held, tmp_path, monkeypatch):
+def test_a_running_startup_kit_is_not_started_again(held_kit, tmp_path, monkeypatch):
     study = SimpleNamespace(root=tmp_path)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a second client was started"))
-    refused(lambda: start_kit(held, study, report=print), "C1 runs already", error=WsiFlError)
+    refused(lambda: start_kit(held_kit, study, report=print), "C1 runs already", error=WsiFlError)
 
 
-def test_a_kit_that_runs_is_not_started_again_over_a_folder(held, tmp_path, monkeypatch):
+def test_a_running_startup_kit_is_not_started_again_over_a_folder(held_kit, tmp_path, monkeypatch):
     settings = SimpleNamespace(comm=SimpleNamespace(timeout_s=60.0))
     plan = SimpleNamespace(digest="0" * 64, most_bytes=1, pipeline=lambda: settings)
     monkeypatch.setattr(starting, "load_approved_plan", lambda *_: plan)
     monkeypatch.setattr(starting, "_take_part_until_done", lambda *_: pytest.fail("a second one takes part"))
     study = SimpleNamespace(root=tmp_path / "other")
     (tmp_path / "share").mkdir()
-    again = lambda: starting.take_part_by_folder(study, held, folder=str(tmp_path / "share"))  # noqa: E731
+    again = lambda: starting.take_part_by_folder(study, held_kit, folder=str(tmp_path / "share"))  # noqa: E731
     refused(again, "C1 runs already", error=WsiFlError)
 
 
 def _ended(pid):
-    """Whether a process is gone, or dead and not yet collected by whoever inherited it."""
+    """Return whether a process has ended, collected by its parent or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def _ended(pid):
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
-def test_logs_are_rotated_and_five_older_ones_kept(tmp_path):
+def test_logs_are_rotated_and_five_older_ones_are_kept(tmp_path):
     for number in range(8):
         (tmp_path / "console.txt").write_text(f"start {number}")
         (tmp_path / "audit.log").write_text("x" * (11 if number == 3 else 10))
@@ -127,7 +127,7 @@ def test_logs_are_rotated_and_five_older_ones_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.log*")) == ["C1.log", "audit.log", "audit.log.1"]
 
 
-def test_the_newest_jobs_are_kept_and_nothing_but_jobs_goes(tmp_path):
+def test_the_newest_jobs_are_kept_and_only_jobs_are_removed(tmp_path):
     jobs = [tmp_path / str(uuid.uuid4()) for _ in range(23)]
     for age, folder in enumerate(jobs):
         folder.mkdir()
@@ -148,7 +148,7 @@ def server(tmp_path_factory):
 
 
 @needs_flare
-def test_a_server_whose_port_is_taken_says_so_before_it_starts(server, monkeypatch):
+def test_a_taken_port_is_reported_before_the_server_starts(server, monkeypatch):
     monkeypatch.setattr(starting, "_flare_process", lambda *_: pytest.fail("it was started"))
     port = int(server.document["server"].rpartition(":")[2])
     words = f"port {port} cannot be opened", "end what has it"
@@ -158,7 +158,7 @@ def test_a_server_whose_port_is_taken_says_so_before_it_starts(server, monkeypat
 
 @needs_flare
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_the_usual_end(server, monkeypatch, sign):
+def test_a_signal_ends_start_without_an_error(server, monkeypatch, sign):
     popen, said = subprocess.Popen, []
     monkeypatch.setattr(subprocess, "Popen", lambda _, **given: popen(["sleep", "60"], **given))
     monkeypatch.setattr(starting, "_wait_until", lambda *_: None)
@@ -168,7 +168,7 @@ def test_a_signal_is_the_usual_end(server, monkeypatch, sign):
 
 
 @pytest.mark.parametrize("unit", sorted(DEPLOY.glob("*.service")), ids=lambda path: path.stem)
-def test_units_are_as_systemd_wants_them(unit, tmp_path):
+def test_units_are_accepted_by_systemd(unit, tmp_path):
     text = unit.read_text()
     assert "Restart=always" in text and ("CAP_NET_BIND_SERVICE" in text) == ("server" in unit.name)
     if shutil.which("systemd-analyze") is None:

@@ -1,4 +1,4 @@
-"""Hospitals over NVIDIA FLARE: the models of one process, and clients that answer to nothing but jobs, whoever asks."""
+"""Hospitals over NVIDIA FLARE get the models of one process, and clients accept nothing but jobs."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from wsi_fl.privacy.ledger_file import LedgerFile
 pytestmark = [pytest.mark.end_to_end, needs_flare]
 
 
-def test_two_hospitals_learn_together_over_flare(tmp_path):
+def test_two_hospitals_train_together_over_flare(tmp_path):
     bed = Bed(tmp_path, 2)
     plan = bed.sign("proxyfl", "train.rounds=2")
     with bed.running(watched=True):
@@ -87,7 +87,7 @@ def processors(monkeypatch):
     return {topic: one for one in ClientRequestProcessors.request_processors for topic in one.get_topics()}
 
 
-def test_nobody_is_left_who_reads_files_or_deletes_folders(processors):
+def test_no_processor_is_left_that_reads_files_or_deletes_folders(processors):
     from nvflare.private.defs import SysCommandTopic, TrainingTopic
 
     refused = {SysCommandTopic.SHELL, SysCommandTopic.SYS_INFO, TrainingTopic.DELETE_RUN, TrainingTopic.SHUTDOWN}
@@ -107,7 +107,7 @@ def archive(*names):
 
 
 @pytest.mark.parametrize("job", ["startup", "local", "..", "", "../../etc", None])
-def test_a_job_by_another_name_than_an_id_is_refused(processors, job):
+def test_a_job_whose_name_is_no_id_is_refused(processors, job):
     from nvflare.private.defs import TrainingTopic
 
     request = SimpleNamespace(get_header=lambda key, default=None: job, body=archive(*USUAL))

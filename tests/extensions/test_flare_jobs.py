@@ -1,4 +1,4 @@
-"""What the coordinator is told of jobs: the truth, also when hospitals or the server went away, and within limits."""
+"""Reports of jobs to the coordinator stay correct and bounded, also when hospitals or the server drop out."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ WORK = {"what": "work", "plan": PLAN.digest, "resume": None, "without": []}
 
 
 class Server:
-    """A session with a server on which time passes as the coordinator waits.
+    """A session with a simulated server; its time passes while the coordinator waits.
 
     Attributes:
         status: of the job, by the second.
@@ -82,20 +82,20 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def founded(tmp_path_factory):
+def federation_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("jobs") / "kits"
     provision_federation(folder, federation="one", server="localhost:1")
     return folder / "coordinator"
 
 
 @pytest.fixture
-def kit(founded, tmp_path):
-    return Kit.open(Path(shutil.copytree(founded, tmp_path / "kit")))
+def kit(federation_folder, tmp_path):
+    return Kit.open(Path(shutil.copytree(federation_folder, tmp_path / "kit")))
 
 
 @pytest.fixture
-def asking(monkeypatch, kit):
-    """Ask this server, on whose clock everything happens."""
+def query_server(monkeypatch, kit):
+    """Query this server, whose clock drives everything."""
     from wsi_fl.hospitals.flare import jobs
 
     def ask(server):
@@ -110,11 +110,11 @@ def submit(kit, job=WORK):
     return submitting._run_job(kit, PLAN, SITES, job, submitting.SilentProgress())
 
 
-def test_a_hospital_that_was_stopped_is_not_there_although_the_server_lists_it(asking, kit):
-    server = asking(Server(status=lambda _: "SUBMITTED", away=lambda _: ("C2",)))
+def test_a_stopped_hospital_counts_as_absent_although_the_server_lists_it(query_server, kit):
+    server = query_server(Server(status=lambda _: "SUBMITTED", away=lambda _: ("C2",)))
     refused(lambda: submit(kit), "C2 not connected", "(connected: C1)", error=UsageError)
     assert server.now == 0 and submitting.load_status(kit)["connected"] == ["C1"]
-    asking(Server(status=lambda _: "", away=lambda now: "slow" if now < 2 else ("C1",)))
+    query_server(Server(status=lambda _: "", away=lambda now: "slow" if now < 2 else ("C1",)))
     assert submitting.load_status(kit)["connected"] == ["C2"]
 
 
@@ -135,25 +135,25 @@ STOPPED = {"at_work": lambda now: ("7",) if now < 100 else ()}
     ],
     ids=["leaves before it begins", "never begins", "waits for another", "away for long", "server stopped"],
 )
-def test_a_job_that_cannot_go_on_is_ended_in_time_and_said(asking, kit, status, server, words, seconds):
-    asked = asking(Server(status=lambda _: status, **server))
+def test_a_job_that_cannot_continue_is_ended_in_time_and_reported(query_server, kit, status, server, words, seconds):
+    asked = query_server(Server(status=lambda _: status, **server))
     refused(lambda: submit(kit), *words, error=WsiFlError)
     assert seconds[0] <= asked.now < seconds[1] and asked.ended == ["7"]
 
 
-def test_a_hospital_that_comes_back_in_time_is_not_lost(asking, kit):
+def test_a_hospital_that_returns_in_time_has_not_dropped_out(query_server, kit):
     said = {site: {"site": site, "peers": [], "seconds": 0.5} for site in SITES}
     away = lambda now: ("C2",) if 100 < now < 350 else ()  # noqa: E731
     status = lambda now: "RUNNING" if now < 500 else "FINISHED:COMPLETED"  # noqa: E731
-    asking(Server(status=status, away=away, said=said))
+    query_server(Server(status=status, away=away, said=said))
     assert submit(kit, {"what": "check", "plan": PLAN.digest}) == said
 
 
-def test_status_calls_no_dead_job_running_and_says_why_jobs_failed(asking, kit, capsys):
+def test_status_shows_no_dead_job_as_running_and_reports_why_jobs_failed(query_server, kit, capsys):
     why = "site C2 failed; its own log says why"
     said = {"C1": {"error": "the job was ended by others"}, "C2": {"error": why}}
     listed = [("9", "RUNNING"), ("8", "RUNNING"), FAILED, ("6", "FINISHED:ABORTED")]
-    server = asking(Server(status=lambda _: "", at_work=lambda _: ("9",), said=said, listed=listed))
+    server = query_server(Server(status=lambda _: "", at_work=lambda _: ("9",), said=said, listed=listed))
     document = submitting.load_status(kit)
     states = {job["id"]: job["status"] for job in document["jobs"]}
     assert states == dict(listed) | {"8": "DEAD"}
@@ -165,23 +165,23 @@ def test_status_calls_no_dead_job_running_and_says_why_jobs_failed(asking, kit, 
     assert "8: the server was stopped while it ran" in shown and "2026-01-02 03:00" in shown
 
 
-def test_status_knows_of_what_was_submitted_here(asking, kit):
+def test_status_describes_jobs_that_were_submitted_from_this_machine(query_server, kit):
     failed = {"C1": {}, "C2": {"error": "the clock of C2 is 26.0 h ahead; nothing was trained"}}
-    asking(Server(status=lambda _: "FINISHED:EXECUTION_EXCEPTION", said=failed))
+    query_server(Server(status=lambda _: "FINISHED:EXECUTION_EXCEPTION", said=failed))
     refused(lambda: submit(kit), "the clock of C2", error=WsiFlError)
-    server = asking(Server(status=lambda _: "", listed=[FAILED]))
+    server = query_server(Server(status=lambda _: "", listed=[FAILED]))
     (job,) = submitting.load_status(kit)["jobs"]
     assert (job["what"], job["plan"], job["method"], job["sites"]) == ("work", PLAN.digest, "proxyfl", SITES)
     assert job["reason"] == failed["C2"]["error"] and not server.fetched
 
 
 @pytest.mark.parametrize("said", [None, [], "x", {"C1": {"error": "\x1b[2J"}}, {"\x1b": {"error": "fine"}}])
-def test_a_server_that_says_something_else_of_a_failure_is_not_repeated(asking, kit, said):
-    server = asking(Server(status=lambda _: "", said=said, listed=[FAILED]))
+def test_a_malformed_failure_report_of_the_server_is_not_shown(query_server, kit, said):
+    server = query_server(Server(status=lambda _: "", said=said, listed=[FAILED]))
     (job,) = submitting.load_status(kit)["jobs"]
     assert server.fetched == ["7"]
     assert "no hospital said why" in job["reason"] or job["reason"] == "fine"
 
 
-def test_a_dead_server_is_not_said_to_refuse(kit):
+def test_a_dead_server_is_reported_as_unreachable(kit):
     refused(lambda: submitting.load_status(kit), "no way through to localhost port 1", error=WsiFlError)

@@ -1,4 +1,4 @@
-"""Hospitals that go on by themselves over a folder: one is killed, comes late, never comes, or was only slow."""
+"""Hospitals that resume by themselves over a folder: one was killed, comes late, never comes, or is slow."""
 
 import pytest
 from conftest import metrics
@@ -18,7 +18,7 @@ def rounds_charged(group, site):
     return [round_ for round_, _ in charged(group.study(site), site)]
 
 
-def test_who_is_killed_for_good_is_left_out_and_nobody_is_asked(group_of, tmp_path):
+def test_a_hospital_that_was_killed_for_good_is_left_out_without_a_prompt(group_of, tmp_path):
     group = group_of()
     group.jobs[2] |= {"kill": {"where": "_exchange_round", "round": 2}, "gone": True}
     start(tmp_path, [group])
@@ -30,7 +30,7 @@ def test_who_is_killed_for_good_is_left_out_and_nobody_is_asked(group_of, tmp_pa
         assert rounds_charged(group, site) == [1, 2, 3]
 
 
-def test_who_never_comes_is_not_waited_for_longer_than_the_plan_says(group_of, tmp_path):
+def test_a_hospital_that_never_comes_is_awaited_no_longer_than_planned(group_of, tmp_path):
     group = group_of()
     gone = group.jobs.pop()
     start(tmp_path, [group])
@@ -46,7 +46,7 @@ def test_who_never_comes_is_not_waited_for_longer_than_the_plan_says(group_of, t
     assert rounds_charged(group, "S2") == [3]
 
 
-def test_who_comes_back_in_the_middle_takes_part_again(group_of, tmp_path):
+def test_a_hospital_that_returns_during_the_run_takes_part_again(group_of, tmp_path):
     group = group_of("train.rounds=12")
     for job in group.jobs:
         job |= {"slow_s": 3, "until": f"{group.root}/S2/result.json"}
@@ -63,7 +63,7 @@ def test_who_comes_back_in_the_middle_takes_part_again(group_of, tmp_path):
 
 
 @pytest.mark.parametrize(("least", "late"), [(2, {"slow_s": 12}), (3, {"begins_s": 25})])
-def test_who_is_slow_and_alive_is_waited_for_and_all_are_below_the_plans_number(group_of, tmp_path, least, late):
+def test_a_slow_hospital_is_awaited_and_so_are_all_below_the_plans_minimum(group_of, tmp_path, least, late):
     group = group_of(f"train.min_sites={least}")
     group.jobs[2] |= late
     start(tmp_path, [group])
@@ -72,8 +72,8 @@ def test_who_is_slow_and_alive_is_waited_for_and_all_are_below_the_plans_number(
         assert least == 3 or not (group.run(site) / "roster.jsonl").exists()
 
 
-def test_a_letter_that_comes_late_makes_the_head_of_all(tmp_path, federation):
-    """Two hospitals have their head already; it is made again of three letters, at no further charge."""
+def test_late_class_statistics_enter_the_head_of_every_hospital(tmp_path, federation):
+    """Two hospitals already have their head; it is built again from three class statistics at no charge."""
     group = Group(tmp_path / "group", "oneshot", [*HEADS, *PATIENT[1:]], federation)
     late = group.jobs.pop()
     start(tmp_path, [group])

@@ -1,4 +1,4 @@
-"""Hospitals that reach each other by files in a folder: what the line does, and the models that come of it."""
+"""Hospitals that exchange sealed messages as files in a folder: the transport, and the resulting models."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ def share(tmp_path):
 
 @pytest.fixture
 def line_of(share):
-    """Makes ends of the line, and closes them after the test."""
+    """Build ends of the transport, and close them after the test."""
     made = []
 
     def make(name, address=None, **options):
@@ -68,7 +68,7 @@ def line_of(share):
 
 
 class Desk:
-    """A receiver that notes what it was handed, and answers as it is told to."""
+    """A receiver that records sealed messages and replies as configured."""
 
     def __init__(self, answer="taken"):
         self.seen, self.answer = [], answer
@@ -99,7 +99,7 @@ def name_of(sender, place, content):
 
 
 @pytest.mark.parametrize("where", ["a folder", "an object store"])
-def test_a_letter_is_carried_and_collected(share, line_of, where):
+def test_a_sealed_message_is_delivered_and_collected(share, line_of, where):
     address = None if where == "a folder" else f"memory://{share.name}-{random.random()}"
     desk, sender, receiver = Desk(), line_of("C1", address), line_of("C2", address)
     receiver.listen(desk)
@@ -110,7 +110,7 @@ def test_a_letter_is_carried_and_collected(share, line_of, where):
     assert [path for path in fs.find(root) if "/inbox-" not in path and "/_alive/" not in path] == []
 
 
-def test_no_letter_is_seen_before_it_is_whole(share, line_of, monkeypatch):
+def test_no_sealed_message_is_visible_before_it_is_complete(share, line_of, monkeypatch):
     """A share that writes one byte at a time and then fails leaves nothing for the receiver."""
     desk, sender = Desk(), line_of("C1")
     line_of("C2").listen(desk)
@@ -130,7 +130,7 @@ def test_no_letter_is_seen_before_it_is_whole(share, line_of, monkeypatch):
     assert sender.send("C2", "g0", b"x" * 100, 5.0) == "" and desk.seen == [b"x" * 100]
 
 
-def test_half_a_file_is_left_until_it_is_whole_and_refused_if_it_never_is(share, line_of):
+def test_an_incomplete_file_is_left_until_complete_and_refused_if_it_never_is(share, line_of):
     desk = Desk("refused")
     line_of("C2", settled_s=0.5).listen(desk)
     until(lambda: any(inbox(share, "C2").glob("inbox-*")))
@@ -150,7 +150,7 @@ def test_half_a_file_is_left_until_it_is_whole_and_refused_if_it_never_is(share,
 
 
 @pytest.mark.parametrize("answer", ["later", "refused"])
-def test_what_cannot_be_judged_yet_stays_and_what_is_refused_is_written_again(share, line_of, answer):
+def test_an_unverifiable_message_stays_and_a_refused_one_is_sent_again(share, line_of, answer):
     desk, sender = Desk(answer), line_of("C1")
     line_of("C2").listen(desk)
     said = sender.send("C2", "x1.0", b"a", 5.0 if answer == "refused" else 0.2)
@@ -172,8 +172,8 @@ def test_a_file_that_is_too_long_is_never_read(share, line_of):
     assert sender.send("C2", "g0", b"a" * 1000, 5.0) == ""
 
 
-def test_a_refusal_that_a_listing_missed_is_no_collection(share, line_of, monkeypatch):
-    """A listing may begin before the refusal is written, and come to the letter's place after it is gone."""
+def test_a_refusal_that_a_listing_missed_does_not_count_as_collected(share, line_of, monkeypatch):
+    """A listing may begin before the refusal is written, and reach the message's path after its removal."""
     line_of("C2").listen(Desk("refused"))
     sender, missed = line_of("C1"), []
     sender.listen(Desk())
@@ -190,7 +190,7 @@ def test_a_refusal_that_a_listing_missed_is_no_collection(share, line_of, monkey
     assert sender.send("C2", "g0", b"a", 5.0) == "site C2 refused it" and missed
 
 
-def test_a_hello_stays_for_whoever_begins_later_and_goes_with_its_sender(share, line_of):
+def test_a_handshake_stays_for_later_sites_and_is_removed_with_its_sender(share, line_of):
     first, second, sender = Desk(), Desk(), line_of("C1")
     assert sender.send("C2", "hello", b"here I am", 5.0) == ""
     for desk in (first, second):
@@ -205,8 +205,8 @@ def test_a_hello_stays_for_whoever_begins_later_and_goes_with_its_sender(share, 
     assert letters(share, "C2") == []
 
 
-def test_who_lives_gives_signs_and_who_was_killed_is_not_waited_for(share, line_of):
-    """A hello stays where its process was killed; nobody helps it to finish before its next process is there."""
+def test_a_live_site_sends_signs_of_life_and_a_killed_one_is_not_awaited(share, line_of):
+    """The handshake of a killed process stays; the others help it to finish only once its next process runs."""
     dead, alive, looks = (line_of(name, beat_s=0.1) for name in ("C2", "C3", "C1"))
     for line in (dead, alive, looks):
         line.listen(Desk())
@@ -224,7 +224,7 @@ def test_who_lives_gives_signs_and_who_was_killed_is_not_waited_for(share, line_
     until(lambda: looks.silence_s("C3") > 0.5)
 
 
-def test_what_an_earlier_process_left_is_removed_when_the_next_begins(share, line_of):
+def test_files_of_an_earlier_process_are_removed_when_the_next_begins(share, line_of):
     dead = line_of("C1")
     dead.send("C2", "hello", b"1", 0.0)
     dead.send("C2", "g0", b"2", 0.0)
@@ -238,7 +238,7 @@ def test_what_an_earlier_process_left_is_removed_when_the_next_begins(share, lin
     assert letters(share, "C3") == []
 
 
-def test_rubbish_hides_no_letter(share, line_of):
+def test_foreign_files_hide_no_sealed_message(share, line_of):
     desk, sender = Desk(), line_of("C1")
     folder = inbox(share, "C2")
     folder.mkdir(parents=True)
@@ -252,7 +252,7 @@ def test_rubbish_hides_no_letter(share, line_of):
     assert sender.send("C2", "g0", b"a", 5.0) == "" and desk.seen == [b"a"]
 
 
-def test_a_share_that_vanishes_for_a_while_has_collected_nothing(share, line_of):
+def test_a_temporarily_missing_share_counts_as_having_collected_nothing(share, line_of):
     desk, sender, receiver = Desk("later"), line_of("C1"), line_of("C2")
     receiver.listen(desk)
     sender.send("C2", "g0", b"a", 0.1)
@@ -270,8 +270,8 @@ def test_a_share_that_vanishes_for_a_while_has_collected_nothing(share, line_of)
     assert desk.seen[-2:] == [b"a", b"b"]
 
 
-def test_letters_can_be_used_by_whoever_can_use_the_folder(share, line_of):
-    """Commands write for their owner alone, and the receiver is somebody else."""
+def test_sealed_messages_have_the_permissions_of_the_folder(share, line_of):
+    """Commands write for their owner only, and the receiver is another user."""
     share.chmod(0o770)
     before = os.umask(0o077)
     try:
@@ -283,8 +283,8 @@ def test_letters_can_be_used_by_whoever_can_use_the_folder(share, line_of):
     assert modes == [0o660, 0o770, 0o770]
 
 
-def test_an_old_hello_that_is_played_back_disturbs_no_later_session(identities, line_of):
-    """C1 has met a newer process of C2 before it begins again itself."""
+def test_a_replayed_old_handshake_disturbs_no_later_session(identities, line_of):
+    """C1 has met a newer process of C2 before C1 begins again."""
     old, new = (MessageSealer(identities["C2"], started_at=time.time() - age) for age in (60, 1))
     attendance = SitePresence(identities["C1"], NAMES[:2])
 
@@ -308,7 +308,7 @@ def test_an_old_hello_that_is_played_back_disturbs_no_later_session(identities, 
     assert session(5.0) == first
 
 
-def test_a_link_that_lies_in_the_folder_is_never_written_through(share, line_of, tmp_path):
+def test_a_link_in_the_folder_is_never_written_through(share, line_of, tmp_path):
     secret = tmp_path / "ledger.jsonl"
     secret.write_text("what was spent")
     secret.chmod(0o600)
@@ -330,7 +330,7 @@ def ledgers(tmp_path):
 
 
 def meddling(share, do, stop):
-    """The owner of the share, who does something to every file as long as it is there."""
+    """Let the owner of the share act on every file while it exists."""
     done = set()
     while not stop.is_set():
         for path in share.rglob("*.letter"):
@@ -344,8 +344,8 @@ def meddling(share, do, stop):
 
 
 @pytest.mark.parametrize("what", ["alters", "deletes", "replays", "forges", *nightly("cuts")])
-def test_the_owner_of_the_share_is_caught(identities, ledgers, share, line_of, what):
-    """Whatever is done to files: all have the right values, or hear that a site was not heard."""
+def test_tampering_by_the_owner_of_the_share_is_detected(identities, ledgers, share, line_of, what):
+    """Under any tampering all sites have the right values, or report that a site timed out."""
     kept, stop = {}, threading.Event()
     stranger = Federation().identity("C1")
 
@@ -395,7 +395,7 @@ REAL = 'real = true\nmax_epsilon = 5000.0\ndelta = 1e-5\nallow = ["model", "buff
 
 
 def furnish(study, method, site, k):
-    """What a site has of its own."""
+    """Write the local files of a site."""
     if method == "oneshot":
         x, labels = rows_of(40, k, (0.0, 1.0, 0.5)[k])
         splits = ["train"] * 30 + ["test"] * 10
@@ -417,7 +417,7 @@ def plan_of(study, method, overrides, sites=SITES, name="small"):
 
 
 class Group:
-    """Hospitals of one plan, each with a study and a store of its own, and a share beside their folder."""
+    """Hospitals of one plan, each with a study and a store, and a share next to their folders."""
 
     def __init__(self, root, method, overrides, federation, *, sites=SITES):
         self.root, self.method, self.overrides, self.share = root, method, overrides, root.parent / "share"
@@ -467,7 +467,7 @@ def models(run, site):
 
 
 def charged(study, site):
-    """(round, mechanism) of all that a ledger was charged, in order."""
+    """(round, mechanism) of all charges on a ledger, in order."""
     return [(line["round"], line["mechanism"]) for line in read_lines(study.ledger_path(site)) if line.get("mechanism")]
 
 
@@ -482,7 +482,7 @@ def start(root, groups):
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory, federation):
-    """A group of hospitals, one of which two are killed, and what the share's owner can read meanwhile."""
+    """A group of hospitals of which two are killed, and what the share's owner can read meanwhile."""
     root = tmp_path_factory.mktemp("hospitals")
     groups = {name: Group(root / name, "proxyfl", BASE, federation) for name in ("calm", "killed")}
     groups["killed"].jobs[1]["kill"] = {"where": "_exchange_round", "round": 2}
@@ -498,12 +498,12 @@ def groups(tmp_path_factory, federation):
 
 
 def note(seen, path):
-    """What the owner of a share can read."""
+    """Record what the owner of a share can read."""
     seen[path.name] = path.read_bytes()
     return True
 
 
-def test_the_owner_of_the_share_reads_no_name_of_a_patient_or_a_slide(groups):
+def test_the_owner_of_the_share_can_read_no_name_of_a_patient_or_a_slide(groups):
     seen = groups["seen"]
     assert len(seen) > 50 and sum(map(len, seen.values())) > 1e5
     everything = b"".join(seen.values()) + " ".join(seen).encode()
@@ -514,8 +514,8 @@ def test_the_owner_of_the_share_reads_no_name_of_a_patient_or_a_slide(groups):
 
 
 @pytest.mark.slow
-def test_who_was_killed_after_its_last_letter_is_helped_to_finish(tmp_path, federation):
-    """The others had their summaries already, and are called again."""
+def test_a_site_that_was_killed_after_its_last_message_is_helped_to_finish(tmp_path, federation):
+    """The others already had their summaries, and are started again."""
     group = Group(tmp_path / "late", "cwt", [*BASE, "train.rounds=1"], federation)
     group.jobs[2]["kill"] = {"where": "build_summary", "round": 0}
     for job in group.jobs[:2]:
@@ -530,14 +530,14 @@ def test_who_was_killed_after_its_last_letter_is_helped_to_finish(tmp_path, fede
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", OTHERS)
-def test_all_methods_over_a_folder_make_the_models_of_one_process(tmp_path, federation, method):
+def test_every_method_over_a_folder_trains_the_models_of_one_process(tmp_path, federation, method):
     group = Group(tmp_path / method, method, OTHERS[method], federation)
     start(tmp_path, [group])
     require_the_same(group)
 
 
 @pytest.mark.slow
-def test_a_hospital_without_labels_listens_over_a_folder_and_pays_nothing(tmp_path, federation):
+def test_an_inference_only_site_receives_over_a_folder_and_pays_nothing(tmp_path, federation):
     group = Group(tmp_path / "listening", "oneshot", OTHERS["oneshot"], federation)
     *givers, listener = SITES
     for site in SITES:
@@ -558,8 +558,8 @@ def test_a_hospital_without_labels_listens_over_a_folder_and_pays_nothing(tmp_pa
 
 
 @pytest.mark.slow
-def test_letters_that_lie_at_their_hospitals_are_carried_over_a_folder_and_cost_nothing(tmp_path, federation):
-    """One hospital is killed once it has them, and goes on with them."""
+def test_released_class_statistics_are_synced_over_a_folder_at_no_charge(tmp_path, federation):
+    """One hospital is killed after it has received them, and resumes with them."""
     settings = [*HEADS, "privacy.sigma=2.0", "train.from_released=true"]
     group = Group(tmp_path / "letters", "oneshot", settings, federation)
     for site in SITES:
@@ -585,7 +585,7 @@ def require_the_same(group):
         assert charged(group.study(site), site) == charged(study, site)
 
 
-def test_hospitals_that_were_killed_and_started_again_have_the_same_models_and_charge_once(groups):
+def test_killed_and_restarted_hospitals_have_the_same_models_and_are_charged_once(groups):
     calm, group = groups["calm"], groups["killed"]
     assert [(group.root / site / "killed").exists() for site in SITES] == [False, True, True]
     for site in SITES:
@@ -595,7 +595,7 @@ def test_hospitals_that_were_killed_and_started_again_have_the_same_models_and_c
         assert spent[0][site] == spent[1][site]
 
 
-def test_models_over_a_folder_are_those_of_one_process_and_a_finished_plan_is_not_run_again(groups):
+def test_models_over_a_folder_equal_those_of_one_process_and_a_finished_plan_does_not_rerun(groups):
     group = groups["calm"]  # whose first hospital was called three times
     require_the_same(group)
     for site in SITES:
@@ -623,28 +623,28 @@ def has(*runs):
         (has(("a", 3), ("b", 1)), has(("a", 3), ("b", 0)), "b"),
     ],
 )
-def test_sites_go_on_with_the_last_run_that_all_have(first, second, chosen):
+def test_sites_resume_the_last_run_that_all_have(first, second, chosen):
     assert choose_run({"C1": first, "C2": second}) == chosen * 32
     assert choose_run({"C1": second, "C2": first}) == chosen * 32
 
 
 @pytest.mark.parametrize(("first", "second"), [(has(("a", 2)), has()), (has(("b", 0)), has(("a", 1)))])
-def test_no_new_run_is_charged_beside_one_that_has_rounds_without_saying(first, second):
+def test_no_new_run_is_charged_silently_next_to_one_with_rounds(first, second):
     words = ("has not; put its folder back into runs/", "spends its ε once more")
     refused(lambda: choose_run({"C1": first, "C2": second}), *words, error=ReportableError)
 
 
 @pytest.fixture
-def agreed(tmp_path):
-    """A study of two sites, their plan, and what a run of it knows."""
+def agreed_plan(tmp_path):
+    """A study of two sites, their plan, and the status of a run of it."""
     study = make_study(tmp_path / "study", n_sites=2)
     plan = plan_of(study, "proxyfl", ["sites=['S0', 'S1']"], ["S0", "S1"])
     return study, plan, RunContext.create(study, plan.pipeline(), "proxyfl")
 
 
-def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(agreed):
-    """The other was killed before its folder was made."""
-    study, plan, party = agreed
+def test_a_run_without_rounds_that_only_one_site_has_is_abandoned(agreed_plan):
+    """The other site was killed before its folder was created."""
+    study, plan, party = agreed_plan
 
     def told(identity, *runs):
         offered = {"number": 1, "name": "proxyfl-small", "identity": identity * 32}
@@ -661,9 +661,9 @@ def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(agreed):
     refused(lambda: select_run(party, lacking, told("4")), "begins with all its sites", error=ReportableError)
 
 
-def test_a_site_with_rounds_of_its_own_begins_no_other_run_because_another_says_so(agreed):
-    """Whoever claims that the others went on without it in a run that it does not know would make it spend again."""
-    _, plan, party = agreed
+def test_a_site_with_local_rounds_begins_no_other_run_on_the_claim_of_a_peer(agreed_plan):
+    """A false claim of an unknown continued run would make the site spend again."""
+    _, plan, party = agreed_plan
     offered = {"number": 1, "name": "proxyfl-small", "identity": "1" * 32}
     asked = RunRequest(plan.name, resumes_last=True, agreement=plan.digest, approved="monday")
     mine = select_run(party, asked, Told({"runs": []}, offered, {"claimed": True}))
@@ -677,7 +677,7 @@ def test_a_site_with_rounds_of_its_own_begins_no_other_run_because_another_says_
     assert select_run(party, again, Told(told)).id == lie["identity"]
 
 
-def test_two_processes_of_a_study_do_not_take_part_at_once(tmp_path, federation):
+def test_two_processes_of_a_study_cannot_take_part_at_once(tmp_path, federation):
     group = Group(tmp_path / "two", "proxyfl", BASE, federation)
     study, kit = group.study("S0"), Kit.open(group.root / "kit-S0")
     with file_lock(study.root / "federation" / ".S0.lock"):
@@ -692,7 +692,7 @@ def test_two_processes_of_a_study_do_not_take_part_at_once(tmp_path, federation)
 
 
 @pytest.mark.slow
-def test_generators_travel_over_a_folder_as_in_one_process(tmp_path, federation):
+def test_generators_are_sent_over_a_folder_as_in_one_process(tmp_path, federation):
     """Method mpcpa: denoisers up, packages down, classifiers up."""
     import test_mpcpa
 

@@ -1,4 +1,4 @@
-"""Evidence: distances of sets against closed forms, nearest images against brute force, and who is caught copying."""
+"""Evidence on generators: distances against closed forms, nearest images against brute force, detection of copying."""
 
 from itertools import permutations
 
@@ -22,7 +22,7 @@ def normal(n, d, seed=0, shift=0.0, scale=1.0):
     return (np.random.default_rng(seed).normal(size=(n, d)) * scale + shift).astype(np.float32)
 
 
-def test_fid_is_the_formula_with_matrix_roots():
+def test_fid_equals_the_formula_with_matrix_roots():
     a, b = normal(80, 6), normal(60, 6, 1, 0.5, 2.0)
     x, y = a.astype(float), b.astype(float)
     root = sqrtm(np.cov(x.T) @ np.cov(y.T)).real
@@ -33,7 +33,7 @@ def test_fid_is_the_formula_with_matrix_roots():
 
 
 @pytest.mark.parametrize("n", [2, 3, 50])
-def test_fid_of_a_set_and_itself_is_nothing_and_never_less(n):
+def test_fid_of_a_set_and_itself_is_zero_and_never_negative(n):
     for seed in range(20):
         a = normal(n, 16, seed, 3.0)
         assert 0 <= copying_evidence.frechet_distance(a, a.copy()) < 1e-9
@@ -41,7 +41,7 @@ def test_fid_of_a_set_and_itself_is_nothing_and_never_less(n):
 
 
 @pytest.mark.parametrize("distance", [copying_evidence.frechet_distance, copying_evidence.kernel_distance])
-def test_one_image_has_no_spread_and_no_distance(distance):
+def test_a_single_image_has_no_spread_and_no_distance(distance):
     some, one, none = normal(20, 4), normal(1, 4, 1), normal(0, 4)
     assert distance(one, some) is distance(some, one) is distance(one, one) is distance(some, none) is None
     assert np.isfinite(distance(normal(2, 4), some))
@@ -79,7 +79,7 @@ def test_a_generator_of_the_distribution_passes():
 @pytest.mark.parametrize(
     ("memorised", "word"), [(1.0, "of pairs"), (0.15, "% of the training images"), (0.02, "reproduced almost exactly")]
 )
-def test_memorising_all_some_or_a_few_is_caught_and_being_somewhat_nearer_to_all(memorised, word):
+def test_memorising_all_or_few_images_or_being_nearer_to_all_is_detected(memorised, word):
     training = distances(300, 0)
     training[: round(memorised * 300)] *= 0.05
     found = copying_evidence._compare_distances(
@@ -120,23 +120,23 @@ def films(n, seed, side=8):
     return values.clip(0, 255).astype(np.uint8).reshape(n, side, side, 3)
 
 
-def apart(a, b):
+def pairwise_distances(a, b):
     """Distances [n, m] between images, by brute force."""
     return np.sqrt(((a[:, None].astype(float) - b[None]) ** 2).reshape(len(a), len(b), -1).mean(-1)) / 255
 
 
 @given(st.integers(1, 25), st.integers(1, 70), st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 200_000))
 @settings(max_examples=20, deadline=None)
-def test_blocks_find_what_brute_force_finds(n, m, side, seed, memory):
+def test_distances_by_blocks_equal_brute_force(n, m, side, seed, memory):
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(0, 256, (k, side, side, 3)).astype(np.uint8) for k in (n, m))
-    found, every = find_nearest(a, b, memory_bytes=memory), apart(a, b)
+    found, every = find_nearest(a, b, memory_bytes=memory), pairwise_distances(a, b)
     assert np.allclose(found.distance, every.min(1)) and (found.row == every.argmin(1)).all()
     usual = 0.5 * np.sort(every, axis=1)[:, :50].mean(1)
     assert np.allclose(found.relative, np.divide(every.min(1), usual, out=np.zeros(n), where=usual > 0))
 
 
-def test_a_memoriser_is_caught_and_an_honest_generator_is_not():
+def test_a_memorising_generator_fails_and_an_honest_one_passes():
     training, held_out = films(150, 1), films(60, 2)
     calibration = find_nearest(held_out, training)
     honest = judge_copies(find_nearest(films(200, 3), training), calibration, 0)
@@ -147,16 +147,16 @@ def test_a_memoriser_is_caught_and_an_honest_generator_is_not():
     assert caught.copies == 10 and "10 of 200 generated images are copies" in caught.reasons[0]
 
 
-def test_a_fixed_threshold_would_have_failed_the_honest_one():
-    """Images so much alike that all are nearer than 0.1: the paper's threshold tells nothing, the verdict does."""
+def test_a_fixed_threshold_would_have_failed_the_honest_generator():
+    """All images are nearer than 0.1: the paper's threshold cannot separate them, the verdict can."""
     rng = np.random.default_rng(0)
     alike = [(128 + rng.normal(0, 8, (n, 16, 16, 3))).astype(np.uint8) for n in (150, 60, 100)]
     found = judge_copies(find_nearest(alike[2], alike[0]), find_nearest(alike[1], alike[0]), 0)
     assert (found.below_paper, found.held_out_below_paper, found.reasons) == (100, 60, [])
 
 
-def test_twins_among_real_images_do_not_condemn():
-    """Two films of one patient, one of them held out: as usual in reality as in what is generated."""
+def test_twins_among_real_images_do_not_fail_a_generator():
+    """Two films of one patient, one of them held out, occur in real and in generated images."""
     training, held_out = films(150, 1), films(60, 2)
     held_out[:6] = training[:6]
     generated = films(200, 3)
@@ -167,10 +167,10 @@ def test_twins_among_real_images_do_not_condemn():
 
 @given(st.integers(2, 30), st.integers(0, 10**6), st.integers(0, 50_000))
 @settings(max_examples=20, deadline=None)
-def test_the_nearest_other_is_never_oneself(n, seed, memory):
+def test_the_nearest_other_image_is_never_the_image_itself(n, seed, memory):
     a = np.random.default_rng(seed).integers(0, 256, (n, 3, 3, 1)).astype(np.uint8)
     patient = np.random.default_rng(seed + 1).integers(0, 1 + n // 2, n).astype(str)
-    every = apart(a, a)
+    every = pairwise_distances(a, a)
     every[(patient[:, None] == patient) | (every == 0)] = np.inf
     assert np.allclose(find_nearest_other(a, patient, memory_bytes=memory), every.min(1))
 
@@ -183,45 +183,45 @@ def numbered(images):
     return np.arange(len(images)).astype(str)
 
 
-def relative(training, patient, held_out, generated):
-    """The comparison as the check makes it."""
+def compare_relative(training, patient, held_out, generated):
+    """Compare as the check does."""
     usual = find_nearest_other(training, patient), find_nearest(held_out, training).distance
     return copying_evidence._compare_distances(*map(quotients, (training, held_out), (generated, generated), usual))
 
 
-def of_patients(n, each, seed):
-    """Images that resemble those of the same patient."""
+def patient_images(n, each, seed):
+    """Return images that resemble those of the same patient."""
     rng = np.random.default_rng(seed)
     centres = np.repeat(rng.integers(30, 226, (n, 8, 8, 1)), each, 0)
     images = (centres + rng.integers(-25, 26, centres.shape)).clip(0, 255).astype(np.uint8)
     return images, np.repeat(np.arange(n), each).astype(str)
 
 
-def test_images_of_the_same_patient_hide_no_memory():
+def test_images_of_the_same_patient_hide_no_memorisation():
     """A training image has siblings in the training set, a held-out one has none."""
-    training, patient = of_patients(20, 10, 1)
-    held_out, honest = of_patients(20, 5, 2)[0], of_patients(40, 10, 3)[0]
-    found = relative(training, patient, held_out, honest)
+    training, patient = patient_images(20, 10, 1)
+    held_out, honest = patient_images(20, 5, 2)[0], patient_images(40, 10, 3)[0]
+    found = compare_relative(training, patient, held_out, honest)
     assert found.list_reasons("honest") == [] and 0.35 < found.nearer < 0.65
     copies = np.concatenate([honest, (training[:20] // 2 * 2)])
-    assert relative(training, patient, held_out, copies).list_reasons("twenty copies")
+    assert compare_relative(training, patient, held_out, copies).list_reasons("twenty copies")
     rng = np.random.default_rng(4)
     alike = (training.astype(int) + rng.integers(-40, 41, training.shape)).clip(0, 255).astype(np.uint8)
-    assert relative(training, patient, held_out, alike).list_reasons("knows the patients")
+    assert compare_relative(training, patient, held_out, alike).list_reasons("knows the patients")
 
 
-def test_training_images_with_a_twin_are_not_left_out():
+def test_training_images_with_a_twin_are_compared():
     """They are copied first."""
     training, held_out, honest = films(150, 1), films(60, 2), films(300, 3)
     training[40:80] = training[:40]
     copier = np.concatenate([honest, training[:40]])
-    assert relative(training, numbered(training), held_out, honest).copies_training == 0
-    found = relative(training, numbered(training), held_out, copier)
+    assert compare_relative(training, numbered(training), held_out, honest).copies_training == 0
+    found = compare_relative(training, numbered(training), held_out, copier)
     assert found.copies_training == 80 and found.list_reasons("twins")
 
 
-def test_a_chance_split_is_no_verdict_but_remembering_is():
-    """Held-out images that are far from everything are far from an honest generator too."""
+def test_a_chance_split_does_not_fail_a_generator_but_memorising_does():
+    """Held-out images far from everything are far from an honest generator too."""
     training, odd = films(150, 1), films(60, 2).astype(int)
     odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
     among, outside = find_nearest_other(training, numbered(training)), find_nearest(odd, training).distance

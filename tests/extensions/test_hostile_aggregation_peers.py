@@ -1,4 +1,4 @@
-"""Shared sums over a line that is not trusted: a liar makes nobody release one oftener; who goes away ends none."""
+"""Secure aggregation over an untrusted transport: a lying peer causes no extra release; a dropout ends no run."""
 
 import time
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ SHARED = [*HEADS, "privacy.noise=shared", "privacy.sigma=9", "comm.timeout_s=60"
 
 
 class Turns(Group):
-    """Hospitals that cron starts again and again; the last one waits when it starts the others."""
+    """Hospitals that cron restarts repeatedly; the last one waits when it starts the others."""
 
     def __init__(self, *given):
         super().__init__(*given)
@@ -37,14 +37,14 @@ class Turns(Group):
         return SimpleNamespace(jobs=[*honest, jobs[2] | {"lies": lie}])
 
     def charges(self, site):
-        """The lines that charged a site, by the approval that each names, the oldest first."""
+        """The ledger lines of a site's charges, by the approval that each names, oldest first."""
         lines = [e for e in LedgerFile(self.study(site).ledger_path(site)).entries if e.mechanism]
         return {one: [e for e in lines if e.approved == one] for one in dict.fromkeys(e.approved for e in lines)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spoils", "again"), [(4, 2), (6, 13)], ids=["7", "20"])
-def test_turns_of_a_liar_cost_no_more_than_was_approved(tmp_path, federation, spoils, again):
+def test_restarts_of_a_lying_peer_cost_no_more_than_was_approved(tmp_path, federation, spoils, again):
     group = Turns(tmp_path / "hospitals", "oneshot", SHARED, federation)
     turns = [group.turn("spoils")] * spoils + [group.turn(approve=True)]
     start(group.root, turns + [group.turn("begins again")] * again)
@@ -66,8 +66,8 @@ def test_turns_of_a_liar_cost_no_more_than_was_approved(tmp_path, federation, sp
 
 
 @pytest.mark.slow
-def test_a_hospital_that_dies_in_a_sum_is_waited_for_until_others_have_theirs(tmp_path, federation):
-    """Before that all try again; afterwards who has the sum makes no other one, unless its people approve again."""
+def test_a_hospital_that_drops_out_of_secure_aggregation_is_awaited_until_others_have_the_sum(tmp_path, federation):
+    """Before that all sites try again; afterwards a site with the sum computes no other one without a new approval."""
     early, late = (Turns(tmp_path / name, "oneshot", SHARED, federation) for name in ("early", "late"))
     early.jobs[2] |= {"kill": {"where": "_mask_statistics", "round": 0}, "back_s": 2}
     late.jobs[2] |= {"kill": {"where": "_open_sum", "round": 0}, "back_s": 3}
@@ -87,8 +87,8 @@ TIMEOUT_S = 3.0
 
 
 @pytest.mark.parametrize(("phase", "ends"), [(PHASES[0], "ends"), *nightly(*((one, "is gone") for one in PHASES))])
-def test_the_others_wait_for_it_and_read_their_sum_before_they_end(tmp_path, federation, phase, ends):
-    """Whether it is just gone, or says that it ended, which is a word that ends all that comes after the sum."""
+def test_the_other_sites_wait_for_a_dropout_and_read_their_sum_before_they_end(tmp_path, federation, phase, ends):
+    """The site has dropped out, or reports its end in a message that ends everything after the sum."""
     identities, wires = {name: federation.identity(name) for name in NAMES}, {}
 
     def comm_of(k):
@@ -100,8 +100,8 @@ def test_the_others_wait_for_it_and_read_their_sum_before_they_end(tmp_path, fed
     check(sites, raised, 2, [0, 1, 3] if phase in PHASES[:3] else [0, 1, 2, 3])
 
 
-def test_who_is_late_is_left_out_and_what_it_said_is_never_read(identities):
-    """It finds what the others had said, and all are in step again as they gather."""
+def test_a_late_site_is_left_out_and_its_messages_are_never_read(identities):
+    """It finds the messages of the others, and all sites are in step again at the next gathering."""
 
     def work(comm):
         (me,), others = comm.sites, [k for k in range(3) if k not in comm.sites]
@@ -117,8 +117,8 @@ def test_who_is_late_is_left_out_and_what_it_said_is_never_read(identities):
 
 
 @pytest.mark.slow
-def test_hospitals_finish_without_one_that_was_killed_at_no_second_charge(tmp_path, federation, monkeypatch):
-    """S3 is killed as it masks its sums; the others keep theirs, and go on without it when they are told to."""
+def test_hospitals_finish_without_a_killed_one_at_no_second_charge(tmp_path, federation, monkeypatch):
+    """S3 is killed as it masks its sums; the others keep theirs, and continue without it on request."""
     four, furnish = ("S0", "S1", "S2", "S3"), test_folder_transport.furnish
     monkeypatch.setattr(test_folder_transport, "furnish", lambda *given: furnish(*given[:-1], given[-1] % 3))
     settings = [*SHARED[:-1], "comm.timeout_s=10", "privacy.dropouts=1"]

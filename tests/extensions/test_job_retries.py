@@ -1,4 +1,4 @@
-"""The coordinator's patience: which jobs it asks for while hospitals come, go and fail."""
+"""The coordinator's retries: which jobs it submits while hospitals come, drop out and fail."""
 
 from types import SimpleNamespace
 
@@ -74,8 +74,8 @@ def failed(*blamed):
     return JobFailed(f"site {blamed[0] if blamed else '?'} was lost", blamed, can_retry=True)
 
 
-def test_who_is_missing_is_waited_for_as_long_as_the_plan_says_and_then_left_out(world):
-    """People may leave one out at once, and name a run; below the plan's number all wait."""
+def test_a_missing_hospital_is_awaited_as_long_as_planned_and_then_left_out(world):
+    """People may leave a hospital out at once, and name a run; below the plan's minimum all wait."""
     assert world({0: "ABC"}, [None]) == [(0.0, "ABC", None, "")]
     assert world({0: "AB"}, [None]) == [(60.0, "AB", None, "C")]
     assert world({0: "AB", 40: "ABC"}, [None]) == [(40.0, "ABC", None, "")]
@@ -83,7 +83,7 @@ def test_who_is_missing_is_waited_for_as_long_as_the_plan_says_and_then_left_out
     assert world({0: "ABC"}, [None], resume="00003-x", sites=["A", "B"]) == [(0.0, "AB", "00003-x", "C")]
 
 
-def test_a_lost_hospital_costs_a_job_and_comes_back_to_the_run_and_a_lost_server_is_waited_for(world):
+def test_a_dropout_costs_one_job_and_rejoins_the_run_and_a_lost_server_is_awaited(world):
     back = SiteReconnected("C is there again; the job was ended")
     asked = world({0: "ABC", 20: "AB", 100: "ABC"}, [failed("C"), back, None])
     assert [one[1:] for one in asked] == [("ABC", None, ""), ("AB", "last", "C"), ("ABC", "last", "")]
@@ -93,7 +93,7 @@ def test_a_lost_hospital_costs_a_job_and_comes_back_to_the_run_and_a_lost_server
     assert world({0: "ABC", 20: None, 300: "ABC"}, [lost, None])[1][0] >= 300
 
 
-def test_a_hospital_that_fails_again_and_again_is_left_out_for_a_while_and_tried_again(world):
+def test_a_repeatedly_failing_hospital_is_left_out_for_a_while_and_tried_again(world):
     thrice = [failed("C")] * 3
     assert [one[1] for one in world({0: "ABC"}, [*thrice, failed("B"), None])] == ["ABC"] * 3 + ["AB"] * 2
     assert world.awaited == [{}] * 3 + [{"C": 60.0}] * 2  # it is there, and no job ends for that
@@ -104,7 +104,7 @@ def test_a_hospital_that_fails_again_and_again_is_left_out_for_a_while_and_tried
     assert world(away, [*thrice, None])[-1] == (130.0, "ABC", "last", "")
 
 
-def test_a_hospital_that_withdrew_is_asked_no_more_and_without_enough_others_nobody_is(world):
+def test_a_withdrawn_hospital_gets_no_jobs_and_below_the_minimum_no_hospital_does(world):
     gone = JobFailed("site C withdrew the standing approval of this plan; the run ends here", ["C"], can_retry=True)
     assert [one[1] for one in world({0: "ABC"}, [gone, failed("A"), None])] == ["ABC", "AB", "AB"]
     assert world.awaited == [{}] * 3
@@ -112,14 +112,14 @@ def test_a_hospital_that_withdrew_is_asked_no_more_and_without_enough_others_nob
         world({0: "ABC"}, [gone], sites=["A", "C"])
 
 
-def test_whose_certificate_was_withdrawn_is_not_waited_for_though_it_is_connected(world):
+def test_a_connected_hospital_with_a_withdrawn_certificate_is_not_awaited(world):
     assert world({0: "ABC"}, [None], gone=["key of C"]) == [(0.0, "AB", None, "C")]
     assert world.awaited == [{}]
     with pytest.raises(WsiFlError, match="the key of C was withdrawn"):
         world({0: "ABC"}, [None], gone=["key of C", "key of B"])
 
 
-def test_what_no_other_job_mends_ends_it(world):
+def test_a_failure_that_no_retry_repairs_ends_the_submission(world):
     for end in (JobFailed("C has approved another plan"), JobFailed("no hospital said why", can_retry=True)):
         with pytest.raises(JobFailed, match=str(end)):
             world({0: "ABC"}, [end])

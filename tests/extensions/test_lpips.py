@@ -1,4 +1,4 @@
-"""LPIPS: its definition, its bound on memory, published distances where the weights are, and the privacy loss."""
+"""LPIPS: its definition, its memory bound, published distances where the weights exist, and the privacy loss."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def paired_lpips(lpips: Lpips, a, b):
 
 
 def by_definition(lpips: Lpips, a, b):
-    """Zhang et al., eq. 1, one layer after the other."""
+    """Zhang et al., eq. 1, layer by layer."""
     total = torch.zeros(len(a))
     x, y = ((one - lpips.shift) / lpips.scale for one in (a, b))
     for k, block in enumerate(lpips.trunk):
@@ -56,7 +56,7 @@ def by_definition(lpips: Lpips, a, b):
 
 
 @pytest.mark.parametrize("memory_bytes", [1, 1 << 30])
-def test_the_squared_length_is_the_definition_of_all_pairs_in_chunks_of_any_size(lpips, memory_bytes):
+def test_the_squared_length_equals_the_definition_for_all_pairs_in_chunks_of_any_size(lpips, memory_bytes):
     a, b = images(3, 16), images(2, 16, seed=1)
     expected = torch.stack([by_definition(lpips, a, b[k].expand_as(a)) for k in range(2)], dim=1)
     found = _pairwise_lpips(lpips, a, b, memory_bytes=memory_bytes)
@@ -90,7 +90,7 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(tmp_path, lpips):
 
 
 @pytest.mark.skipif(not (WEIGHTS.exists() and PCAM.exists()), reason="needs VGG-16 and PatchCamelyon")
-def test_blur_is_as_far_as_published():
+def test_distances_of_blurred_images_are_as_published():
     """Gaussian blur of σ 0.5, 1, 2, 4 on a few 96-px patches: 0.09, 0.34, 0.47, 0.54 with the real weights."""
     lpips = load_lpips(str(WEIGHTS))
     assert lpips.trained
@@ -104,7 +104,7 @@ def test_blur_is_as_far_as_published():
     assert found == pytest.approx([0.09, 0.34, 0.47, 0.54], abs=0.05)
 
 
-def test_the_loss_is_the_sum_over_all_pairs_and_kept_images_stand_for_those_of_the_batch(lpips):
+def test_the_loss_is_the_sum_over_all_pairs_with_kept_images_in_place_of_the_batch(lpips):
     real, synthetic = images(3), images(4, seed=1)
     distances = _pairwise_lpips(lpips, real, synthetic)
     margin = float(distances.median())
@@ -114,7 +114,7 @@ def test_the_loss_is_the_sum_over_all_pairs_and_kept_images_stand_for_those_of_t
     assert float(kept) == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_the_loss_is_bounded_and_silent_beyond_the_margin():
+def test_the_loss_is_bounded_and_zero_beyond_the_margin():
     distances = torch.linspace(0, 100, 1001, requires_grad=True)
     loss = _hinge_loss(distances, 0.7)
     loss.sum().backward()

@@ -1,8 +1,8 @@
-"""Whoever steers plans within a frame learns nothing of named patients: not from n, refusals, headers or summaries.
+"""Plans within a standing approval disclose nothing of named patients: not by n, refusals, headers or summaries.
 
-Two hospitals differ in nothing but which of ten named patients train there; in their place are patients of names that
-the attacker does not know. What the attacker sees of any plan is the same of both, to the last digit. So whatever he
-guesses of the ten, he is right about one hospital as often as he is wrong about the other.
+Two hospitals differ only in which of ten named patients train there; in their place are patients of names that
+the attacker does not know. The attacker's view of any plan is the same of both, to the last digit. So any guess
+about the ten is right about one hospital as often as it is wrong about the other.
 """
 
 import csv
@@ -58,7 +58,7 @@ sigma = 6.0
 
 
 def hospital(root, trains):
-    """A study in which those named patients train who are said to; each has a rare value or none in its table."""
+    """A study in which the given named patients train; each has a rare value or none in its table."""
     study = make_study(root, n_sites=0, text=PIPELINE)
     for site in SITES:
         (study.root / "sites" / f"{site}.toml").write_text(f'name = "{site}"\n{REAL}\nclinical = "table.csv"\n')
@@ -90,7 +90,7 @@ def plan_of(study, identities, *overrides, method="proxyfl"):
 
 
 def forged(plan, **sections):
-    """A plan whose settings were changed and whose words were not: what comes of it, the settings alone decide."""
+    """A plan with changed settings and an unchanged text: the settings alone decide the outcome."""
     settings = tomllib.loads(plan.document["settings"])
     for name, keys in sections.items():
         settings[name] = {**settings.get(name, {}), **keys}
@@ -99,7 +99,7 @@ def forged(plan, **sections):
 
 
 def ground_seed(name, least=1e-3):
-    """A seed for which the lot of a name would be tiny, by the public formula of a simulated site; and that lot."""
+    """A seed with a tiny holdout draw of a name, by the public formula of a simulated site; and that draw."""
     for seed in range(100_000):
         lot = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:6], "big") / 2**48
         if lot < least:
@@ -108,7 +108,7 @@ def ground_seed(name, least=1e-3):
 
 
 def attacks(plan, n, rng):
-    """Settings that an attacker tries, each at most one step from what the frame was made of."""
+    """Settings that an attacker tries, each at most one step from those of the standing approval."""
     seeds = {name: ground_seed(name) for name in NAMED}
     ways = [
         lambda: {"train": {"seed": rng.randrange(2**31)}},
@@ -141,14 +141,14 @@ def attacks(plan, n, rng):
 
 
 def replies(study, pipeline, method="proxyfl"):
-    """All that a hospital tells before ε: what it brings to the preflight, and its row of a summary."""
+    """Everything a hospital discloses before ε: its preflight reply and its row of a summary."""
     with RunContext.create(study, pipeline, method, RunFolder(study.runs_path / "attacked")) as party:
         site = build_site(party, 0)
         return build_preflight(site, party), build_row(site)
 
 
 def try_plan(study, me, plan):
-    """What others see of a plan that a hospital with a frame is brought: the refusal, or what it tells."""
+    """What others see of a plan at a hospital with a standing approval: the refusal or the replies."""
     try:
         admit_plan(study, me, plan)
     except WsiFlError as error:
@@ -157,20 +157,18 @@ def try_plan(study, me, plan):
 
 
 def two_worlds(folder, rng):
-    """Two hospitals, and who of the named trains in each: whoever does in the one does not in the other."""
+    """Two hospitals, and the named patients that train in each: every patient trains in exactly one."""
     bits = dict(zip(NAMED, rng.sample([True, False] * 5, 10), strict=True))
     return [hospital(folder / str(k), {name for name in NAMED if bits[name] == bool(k)}) for k in (0, 1)], bits
 
 
 def guess_from(seen, name):
-    """Some rule by which an attacker guesses from all that was seen whether a patient trains."""
+    """A rule by which an attacker guesses from everything visible whether a patient trains."""
     return sha256(f"{name} {seen}".encode()).digest()[0] < 128
 
 
 @pytest.mark.parametrize("n", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_who_writes_plans_in_a_frame_sees_the_same_whoever_of_ten_named_patients_trains(
-    tmp_path, identities, n, monkeypatch
-):
+def test_plans_in_a_standing_approval_reveal_nothing_of_ten_named_patients(tmp_path, identities, n, monkeypatch):
     rng, n_inside = random.Random(n), 2 if n == 40 else 12
     worlds, bits = two_worlds(tmp_path, rng)
     plan, me = plan_of(worlds[0], identities), identities["S0"]
@@ -211,8 +209,8 @@ STEERED = [
 ]
 
 
-def test_plans_that_a_person_signs_tell_no_more(tmp_path):
-    """Of settings that choose patients by name, or by a value of the table, whatever they are."""
+def test_plans_that_a_person_signs_disclose_no_more(tmp_path):
+    """Of any settings that choose patients by name, or by a value of the table."""
     worlds, _ = two_worlds(tmp_path, random.Random(0))
     for name in NAMED[:4]:
         seed, lot = ground_seed(name)
@@ -223,7 +221,9 @@ def test_plans_that_a_person_signs_tell_no_more(tmp_path):
         assert first == second, sections
 
 
-def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_inside(tmp_path, identities, monkeypatch):
+def test_no_external_file_is_fetched_before_a_plan_is_known_to_be_within_a_standing_approval(
+    tmp_path, identities, monkeypatch
+):
     """Weights of the hub, an architecture of a hub or of a folder, an encoder of a hub, a file of this machine."""
     study = hospital(tmp_path / "study", NAMED)
     plan, me, asked = plan_of(study, identities), identities["S0"], []
@@ -246,8 +246,8 @@ def test_what_lies_elsewhere_is_asked_of_nobody_before_a_plan_is_known_to_lie_in
 
 @pytest.mark.parametrize("answer", ["a", "c", "hiv", "NA"])
 @pytest.mark.parametrize("privacy", [{"unit": "row"}, {"unit": "row", "max_rows": 2}, {"enabled": False}])
-def test_n_counts_slides_that_name_no_patient_whatever_they_answer(tmp_path, answer, privacy):
-    """Of one slide without a patient: where rows count it is one of n, agreed on, ignored, rare or missing alike."""
+def test_n_counts_slides_without_a_patient_whatever_their_label(tmp_path, answer, privacy):
+    """Where rows count, one slide without a patient is one of n, whether agreed on, ignored, rare or missing."""
     study = hospital(tmp_path / "study", NAMED)
     rng, slides = np.random.default_rng(0), np.array([f"slide-{k}" for k in range(20)])
     patients = np.array(["", *(f"P{k}" for k in range(1, 20))])
@@ -258,8 +258,8 @@ def test_n_counts_slides_that_name_no_patient_whatever_they_answer(tmp_path, ans
     assert replies(study, study.load_pipeline("small").replace_keys(privacy=privacy))[0]["units"] == 20
 
 
-def test_nobody_asks_who_a_line_is_about(tmp_path):
-    """Whether a name is a class that occurs would say whether its bearer is there, in what a plan's approval says."""
+def test_a_column_that_identifies_patients_or_slides_is_refused_as_a_target(tmp_path):
+    """A plan's approval would disclose whether a name occurs as a class, and so whether that patient is there."""
     worlds, _ = two_worlds(tmp_path, random.Random(0))
     for study in worlds:
         text = (study.root / "table.csv").read_text()

@@ -1,4 +1,4 @@
-"""What is said of sites that may be away: in the plan that hospitals sign, in summaries, and before a run begins."""
+"""Reports on sites that may drop out: in the plan that hospitals sign, in summaries, and before a run begins."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ def planned(tmp_path, *overrides):
     return study, make_plan(study, method="proxyfl", overrides=overrides, out=tmp_path / "plan.json")
 
 
-def test_a_plan_says_who_must_be_there_how_long_others_wait_and_until_when(tmp_path, capsys):
+def test_a_plan_states_the_needed_sites_the_waiting_time_and_the_deadline(tmp_path, capsys):
     study, plan = planned(tmp_path, "train.min_sites=2", "comm.timeout_s=600", 'train.deadline="2027-01-31"')
     said = parse_plan_document(plan)["waits"]
     assert "silent for 10 min 0 s is left out" in said and "at least 2 of 3" in said and "2027-01-31" in said
@@ -27,7 +27,7 @@ def test_a_plan_says_who_must_be_there_how_long_others_wait_and_until_when(tmp_p
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_plan_without_the_key_says_that_all_are_needed(tmp_path):
+def test_a_plan_without_the_key_states_that_all_sites_are_needed(tmp_path):
     said = parse_plan_document(planned(tmp_path)[1])["waits"]
     assert said == "All 3 hospitals are needed; when one is silent for 30 min 0 s, training stops."
 
@@ -40,11 +40,11 @@ def test_a_plan_without_the_key_says_that_all_are_needed(tmp_path):
         (["train.min_sites=2", "privacy.noise='shared'"], "privacy.dropouts"),
     ],
 )
-def test_fewer_than_two_or_more_than_there_are_is_refused_and_shared_noise_has_its_own_key(tmp_path, settings, words):
+def test_min_sites_below_two_or_above_all_is_refused_and_secure_aggregation_has_its_own_key(tmp_path, settings, words):
     refused(lambda: planned(tmp_path, *settings), words)
 
 
-def test_over_mpi_too_few_do_not_go_on(tmp_path, monkeypatch):
+def test_over_mpi_too_few_sites_do_not_continue(tmp_path, monkeypatch):
     study, asked = make_study(tmp_path, n_sites=3), []
 
     def loses(running, *_, **__):
@@ -57,13 +57,13 @@ def test_over_mpi_too_few_do_not_go_on(tmp_path, monkeypatch):
     assert asked == [["S0", "S1", "S2"], ["S0", "S1"]]
 
 
-def test_who_was_away_and_came_back_is_said_with_the_rounds():
+def test_a_returned_site_is_reported_with_its_completed_rounds():
     attended = {"A": [[1, 6]], "B": [[3, 6]], "C": []}
     rows = [{"site": site, "rounds_completed": rounds} for site, rounds in attended.items()]
     assert list(describe_absences(rows)) == ["B dropped out for a while; it took part in rounds 3 to 6."]
 
 
-def test_how_a_lost_site_comes_back_depends_on_who_joins_the_sites():
+def test_the_advice_for_a_dropped_out_site_depends_on_the_transport():
     lost = {"site": "B", "round": 2, "reason": "killed"}
     told = {"messages": 0, "bytes": 0, "seconds": 0.0}
     summary = {"run": "runs/1-x", "sites": [], "losses": [lost], "communication": told, "seconds": 1.0}

@@ -1,4 +1,4 @@
-"""Method mpcpa as a whole: denoisers travel once, classifiers learn from own and generated images, 9 transfers."""
+"""Method mpcpa as a whole: denoisers are sent once, classifiers learn from local and generated images, 9 transfers."""
 
 import json
 from shutil import copytree
@@ -77,7 +77,7 @@ def run(study, *overrides):
 
 @pytest.fixture
 def own(trained, tmp_path):
-    """A copy of the study, to be changed."""
+    """A copy of the study that tests may change."""
     return Study(copytree(trained[0].root, tmp_path / "study"))
 
 
@@ -86,7 +86,7 @@ def real(study, site, allow):
     (study.root / "sites" / f"{site}.toml").write_text(text)
 
 
-def test_nine_transfers_for_three_sites_and_each_is_written_down(trained):
+def test_three_sites_make_nine_transfers_and_each_is_logged(trained):
     study, summary = trained
     assert summary["communication"]["messages"] == 3 * 3
     files = [folder(study, summary) / f"sites/{site}/transfers.jsonl" for site in SITES]
@@ -99,7 +99,7 @@ def test_nine_transfers_for_three_sites_and_each_is_written_down(trained):
     assert sizes["package"] - header == 2 * (sizes["denoiser"] - header)
 
 
-def test_classifiers_learn_from_own_and_the_others_images(trained):
+def test_classifiers_learn_from_local_and_other_sites_images(trained):
     study, summary = trained
     for row in summary["sites"]:
         package = read_json(folder(study, summary) / f"sites/{row['site']}/package.json")["images"]
@@ -123,7 +123,7 @@ def test_releases_are_on_record_without_privacy_and_the_server_has_every_classif
     refused(lambda: run(study, "privacy.enabled=true"), "privacy.enabled=false")
 
 
-def test_an_external_set_is_measured_with_every_row_of_it(own):
+def test_an_external_set_is_evaluated_with_all_its_rows(own):
     study, y = own, np.arange(30) % 2
     np.savez(study.root / "other.npz", x=patches_of(np.random.default_rng(5), y, 16, (9, 0, 0)), y=y)
     partition_images(study, study.root / "other.npz", n_sites=1, prefix="X")
@@ -147,7 +147,7 @@ def test_a_finished_run_and_a_lost_package_are_resumed(trained, own):
     assert all(np.array_equal(a[name], b[name]) for name in a)
 
 
-def test_a_real_site_must_allow_both_by_name_and_were_that_forgotten_the_ledger_refuses(own, monkeypatch):
+def test_a_real_site_must_allow_both_by_name_and_the_ledger_refuses_otherwise(own, monkeypatch):
     for missing in ("model", "generator"):
         real(own, "S2", [what for what in ("generator", "model", "patches") if what != missing])
         refused(lambda: run(own), "sites/S2.toml", f"a {missing} without")
@@ -156,7 +156,7 @@ def test_a_real_site_must_allow_both_by_name_and_were_that_forgotten_the_ledger_
     refused(lambda: run(own), *words, error=WsiFlError)
 
 
-def test_the_longest_letter_is_bounded_by_the_package_of_all_generators(own):
+def test_the_longest_message_is_bounded_by_the_package_of_all_generators(own):
     for site in SITES:
         real(own, site, ["model", "generator"])
     plan = make_plan(own, method="mpcpa", out=own.root / "plan.json")
@@ -165,8 +165,8 @@ def test_the_longest_letter_is_bounded_by_the_package_of_all_generators(own):
     assert plan.most_bytes == 2 * package["bytes"] + 32_000_000
 
 
-def test_a_memorising_denoiser_is_caught_and_stays_at_home(own, monkeypatch):
-    """Planted: what it draws are its training images, all but invisibly changed."""
+def test_a_memorising_denoiser_is_detected_and_not_released(own, monkeypatch):
+    """A planted denoiser draws its training images, almost invisibly changed."""
     study, six = own, "ddpm.samples_per_class=6"
 
     def planted(denoiser, labels, sampling, *, seed, progress=None):
@@ -194,7 +194,7 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(own, monkeypatch):
 
 
 @pytest.mark.slow
-def test_one_command_trains_every_baseline_and_the_curve_joins_own_and_all(own):
+def test_one_command_trains_every_baseline_and_the_curve_spans_local_to_pooled(own):
     study = own
     document = run_baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
     rows = {row["row"]: row["accuracy"] for row in document["rows"]}
@@ -241,8 +241,8 @@ def test_over_mpi_each_rank_gets_its_package(trained, own, wsi_fl):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "data" / "chest_xray").exists(), reason="no radiographs beside the project")
-def test_a_denoiser_that_saw_a_dozen_images_a_thousand_times_is_caught(tmp_path):
-    """Not planted: it memorises by itself. Ten minutes on one core."""
+def test_a_denoiser_trained_a_thousand_times_on_a_dozen_images_is_detected(tmp_path):
+    """Not planted: it overfits by itself. Ten minutes on one core."""
     images = read_data_set(SHARED / "data" / "chest_xray", 32).train
     order = np.random.default_rng(0).permutation(len(images))
     few, others = order[:12], order[12:137]

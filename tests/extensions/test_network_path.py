@@ -1,4 +1,4 @@
-"""How a kit gets through to its server: straight or by a proxy; whatever stands in the way is said in one line."""
+"""How a startup kit reaches its server, directly or by a proxy; every obstacle is reported in one line."""
 
 import socket
 import ssl
@@ -34,8 +34,8 @@ def no_proxy_here(monkeypatch):
 
 
 @contextmanager
-def serving(startup, host="127.0.0.1"):
-    """The port of a server with the key and certificate in a folder, which asks for those of the same root."""
+def serve_tls(startup, host="127.0.0.1"):
+    """The port of a server with the key and certificate in a folder, which requires clients of the same root CA."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=startup / "rootCA.pem")
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(startup / "server.crt", startup / "server.key")
@@ -67,7 +67,7 @@ def founded(tmp_path_factory):
 
 
 def kit_of(founded, name, port, host=None):
-    """The hospital's kit, whose server is at a port."""
+    """The hospital's startup kit, whose server is at a port."""
     kit = Kit.open(founded / name / "C1")
     old = str(kit.document["server"]).rpartition(":")[0]
     return Kit(kit.path, kit.document | {"server": f"{host or old}:{port}"})
@@ -77,7 +77,7 @@ def steps_of(kit):
     return {step.what: (step.ok, step.said) for step in check_connection(kit)}
 
 
-def test_a_server_without_a_port_is_reached_by_that_of_https_and_what_is_no_address_is_none(tmp_path):
+def test_the_default_port_of_a_server_is_that_of_https_and_invalid_addresses_are_refused(tmp_path):
     made = provision_federation(tmp_path, federation="one", server="fl.example.org")
     assert made["server"] == "fl.example.org:443"
     assert server_address(Kit.open(tmp_path / "coordinator")) == ("fl.example.org", 443)
@@ -86,13 +86,13 @@ def test_a_server_without_a_port_is_reached_by_that_of_https_and_what_is_no_addr
             parse_address(text)
 
 
-def test_a_device_that_opens_tls_is_named(founded, tmp_path):
+def test_a_device_that_intercepts_tls_is_named(founded, tmp_path):
     root_key, key = generate_key(), generate_key()
     root = build_root_certificate(root_key, "Hospital Proxy CA")
     shown = issue_certificate(build_request(key, "server", "one"), root_key, root, role="server", hosts=("localhost",))
     for name, text in (("rootCA.pem", root), ("server.crt", shown), ("server.key", key)):
         (tmp_path / name).write_text(text)
-    with serving(tmp_path) as port:
+    with serve_tls(tmp_path) as port:
         steps = steps_of(kit_of(founded, "straight", port))
     ok, said = steps["mutual TLS"]
     assert not ok and "\n" not in said and "opens TLS" in said and "exception" in said
@@ -100,17 +100,17 @@ def test_a_device_that_opens_tls_is_named(founded, tmp_path):
     assert "a certificate for CN=server,O=one, issued by CN=Hospital Proxy CA" in said
 
 
-def test_a_server_of_the_federation_by_another_name_is_no_such_device(founded):
-    with serving(founded / "straight" / "server" / "startup") as port:
+def test_a_server_of_the_federation_by_another_name_is_no_interception(founded):
+    with serve_tls(founded / "straight" / "server" / "startup") as port:
         assert find_likely_reason(kit_of(founded, "straight", port)) == ""
         said = find_likely_reason(kit_of(founded, "straight", port, host="127.0.0.1"))
     assert "the server's certificate was refused" in said and "opens TLS" not in said
 
 
-def test_a_server_is_reached_by_its_ipv6_address(founded):
+def test_a_server_can_be_reached_by_its_ipv6_address(founded):
     if not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
-    with serving(founded / "six" / "server" / "startup", "::1") as port:
+    with serve_tls(founded / "six" / "server" / "startup", "::1") as port:
         kit = kit_of(founded, "six", port)
         assert server_address(kit) == ("::1", port)
         assert [ok for ok, _ in steps_of(kit).values()] == [True] * 4
@@ -118,15 +118,15 @@ def test_a_server_is_reached_by_its_ipv6_address(founded):
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    """The port of a proxy that asks for a password."""
+    """The port of a proxy that requires a password."""
     with proxying(tmp_path_factory.mktemp("guarded"), PASSWORD) as port:
         yield port
 
 
 @needs_proxy
-def test_check_goes_through_a_proxy_and_says_which(founded, guarded, monkeypatch):
+def test_check_goes_through_a_proxy_and_names_it(founded, guarded, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", f"http://user:{WRITTEN}@127.0.0.1:{guarded}")
-    with serving(founded / "named" / "server" / "startup") as port:
+    with serve_tls(founded / "named" / "server" / "startup") as port:
         steps = steps_of(kit_of(founded, "named", port))
     assert list(steps) == ["certificate", "proxy", "mutual TLS"]
     assert all(ok for ok, _ in steps.values()), steps
@@ -144,14 +144,14 @@ def test_check_goes_through_a_proxy_and_says_which(founded, guarded, monkeypatch
         (f"user:{WRITTEN}@", 1, f"does not get through to {KNOWN} port 1 ("),
     ],
 )
-def test_what_a_proxy_lacks_is_said_in_one_line(founded, guarded, monkeypatch, user, port, words):
+def test_a_proxy_failure_is_reported_in_one_line(founded, guarded, monkeypatch, user, port, words):
     monkeypatch.setenv("HTTPS_PROXY", f"http://{user}127.0.0.1:{guarded}")
     said = find_likely_reason(kit_of(founded, "named", port))
     assert said.startswith(f"the proxy 127.0.0.1:{guarded} (HTTPS_PROXY) ") and words in said
     assert "\n" not in said and "wrong" not in said and WRITTEN not in said
 
 
-def test_a_proxy_that_is_not_there_or_of_another_kind_is_named(founded, monkeypatch):
+def test_a_missing_or_unsupported_proxy_is_named(founded, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", f"http://user:{WRITTEN}@127.0.0.1:1")
     said = find_likely_reason(kit_of(founded, "named", 443))
     assert "the proxy 127.0.0.1:1 (HTTPS_PROXY) cannot be reached" in said and WRITTEN not in said
@@ -160,7 +160,7 @@ def test_a_proxy_that_is_not_there_or_of_another_kind_is_named(founded, monkeypa
         refused(lambda: _open_connection("a.org", 443), "names no proxy that can be used", error=WsiFlError)
 
 
-def test_a_proxy_may_be_written_without_its_scheme_and_is_left_out_for_hosts_of_no_proxy(monkeypatch):
+def test_a_proxy_needs_no_scheme_and_is_not_used_for_hosts_of_no_proxy(monkeypatch):
     assert find_proxy("fl.example.org") is None
     monkeypatch.setenv("HTTPS_PROXY", "user:pw@proxy.example.org:3128")
     monkeypatch.setenv("NO_PROXY", "localhost,.inside.org")

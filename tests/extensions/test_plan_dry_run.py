@@ -1,4 +1,4 @@
-"""A plan tried at one hospital alone: it says what the real run takes and costs, and leaves no trace in the account."""
+"""The dry run of a plan at one hospital: it reports time and cost, and leaves no trace in the account."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from wsi_fl.stages.runtime.console import print_lines
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory, federation):
-    """(study of S0 with releases on its ledger, a plan of three sites, the folder of S0's kit)."""
+    """(study of S0 with releases on its ledger, a plan of three sites, the folder of S0's startup kit)."""
     root = tmp_path_factory.mktemp("rehearse")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
@@ -37,14 +37,14 @@ def asked(tmp_path_factory, federation):
 
 
 def files(*folders):
-    """All that lies in the folders, byte for byte."""
+    """All files in the folders, byte for byte."""
     found = [path for folder in folders for path in Path(folder).rglob("*")]
     return {path: path.read_bytes() if path.is_file() else b"" for path in found}
 
 
 @pytest.fixture(scope="module")
-def rehearsed(asked, tmp_path_factory):
-    """(files of the study and of the user's state before, the same after, what was said, the run that was kept)."""
+def dry_run_result(asked, tmp_path_factory):
+    """(files of the study and of the user's state before, the same after, the output, the kept run)."""
     study, plan, _ = asked
     places = (study.root, os.environ["XDG_STATE_HOME"])
     before, keep = files(*places), tmp_path_factory.mktemp("kept") / "run"
@@ -52,16 +52,16 @@ def rehearsed(asked, tmp_path_factory):
     return before, files(*places), said, keep
 
 
-def test_a_rehearsal_changes_no_byte_of_the_study_its_ledger_and_its_heads(asked, rehearsed):
-    before, after, _, keep = rehearsed
+def test_a_dry_run_of_a_plan_changes_no_byte_of_the_study_its_ledger_and_its_heads(asked, dry_run_result):
+    before, after, _, keep = dry_run_result
     assert before == after and asked[0].ledger_path("S0") in before, "there is a ledger"
     assert sorted(path.name for path in (keep / "sites").iterdir()) == ["S0", "S1", "S2"]
     assert json.loads((keep / "sites" / "S1" / "ledger.json").read_text())["epsilon"] > 0
 
 
-def test_it_says_what_the_real_run_takes_and_costs(asked, rehearsed, capsys):
+def test_a_dry_run_of_a_plan_reports_time_and_cost_of_the_real_run(asked, dry_run_result, capsys):
     study, plan, _ = asked
-    said = rehearsed[2]
+    said = dry_run_result[2]
     cost = review_plan(study, plan, "S0").cost
     assert said["cost"]["epsilon"] == cost.epsilon > 0 and said["cost"]["lifetime_epsilon"] > cost.epsilon
     assert (said["rounds"], said["not_finite"]) == (1, [])
@@ -75,8 +75,8 @@ def test_it_says_what_the_real_run_takes_and_costs(asked, rehearsed, capsys):
     assert "not finite: S1/proxy; do not sign this" in capsys.readouterr().err
 
 
-def test_a_number_that_is_none_is_noticed(rehearsed, tmp_path):
-    run = shutil.copytree(rehearsed[3], tmp_path / "run")
+def test_a_dry_run_of_a_plan_notices_nan_weights(dry_run_result, tmp_path):
+    run = shutil.copytree(dry_run_result[3], tmp_path / "run")
     file = run / "sites" / "S1" / "proxy.safetensors"
     tensors = load_file(file)
     name = next(iter(tensors))
@@ -84,7 +84,7 @@ def test_a_number_that_is_none_is_noticed(rehearsed, tmp_path):
     assert dry_run._list_non_finite(RunFolder(run)) == ["S1/proxy"]
 
 
-def test_a_rehearsal_that_fails_leaves_nothing_behind(asked, monkeypatch):
+def test_a_failed_dry_run_of_a_plan_leaves_nothing_behind(asked, monkeypatch):
     study, plan, _ = asked
     before = files(study.root)
     (study.root / ".rehearsal-killed" / "runs").mkdir(parents=True)  # by SIGKILL, the last time
@@ -94,7 +94,7 @@ def test_a_rehearsal_that_fails_leaves_nothing_behind(asked, monkeypatch):
     assert files(study.root) == before
 
 
-def test_what_cannot_be_rehearsed_is_refused(asked, tmp_path, monkeypatch):
+def test_an_impossible_dry_run_of_a_plan_is_refused(asked, tmp_path, monkeypatch):
     study, plan, kit = asked
     refused(lambda: dry_run_plan(study, plan, "S0", keep=tmp_path), "it is there already")
     refused(lambda: dry_run_plan(study, plan, "S7"), "S7 is not in this plan")

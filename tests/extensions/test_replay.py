@@ -1,4 +1,4 @@
-"""Experience replay: who learns from what, what travels, what is refused, and that a kill changes nothing."""
+"""Experience replay: training sources, transfers, refusals, and bit-exact resumption after a kill."""
 
 import json
 from collections import Counter
@@ -82,7 +82,7 @@ def predecessor(site, round_, n=3, seed=0):
 
 
 @pytest.mark.parametrize("n", [2, 3, 7])
-def test_every_round_is_one_cycle_through_all_sites_and_buffers_go_with_models(n):
+def test_every_round_is_one_cycle_through_all_sites_and_buffers_are_sent_with_models(n):
     orders, method = set(), METHODS["replay"]
     for round_ in range(12):
         (models,), (buffers,) = (share.build_graph(3)(n, round_, 0.0) for share in method.disclosures)
@@ -155,7 +155,7 @@ def seen_by(study, variant, monkeypatch):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_variant_learns_from_what_its_paper_says(study, variant, monkeypatch):
+def test_each_variant_learns_from_the_sources_of_its_paper(study, variant, monkeypatch):
     seen, path = seen_by(study, variant, monkeypatch)
     if variant == "central":  # a round to collect, then all buffers alike
         assert seen == [{f"buffer {site}": N_BUFFER for site in SITES}] * 3
@@ -174,7 +174,7 @@ def test_each_variant_learns_from_what_its_paper_says(study, variant, monkeypatc
 
 
 @pytest.mark.parametrize("variant", ["replay", "central", *nightly("no_buffer", "buffer_only", "synthetic_only")])
-def test_what_travels_is_counted_and_on_the_ledger(study, variant):
+def test_every_transfer_is_counted_and_on_the_ledger(study, variant):
     path = run(study, variant)
     models = variant in ("replay", "no_buffer", "synthetic_only")
     shape = BufferShape(N_BUFFER, 16, 3, 2)
@@ -195,7 +195,7 @@ def test_what_travels_is_counted_and_on_the_ledger(study, variant):
         assert all(entry["mechanism"] is None for entry in account if "mechanism" in entry)
 
 
-def test_a_buffer_is_balanced_drawn_from_its_own_generator_and_another_for_another_seed(study):
+def test_a_buffer_is_balanced_drawn_from_the_local_generator_and_depends_on_the_seed(study):
     one, two = (run(study, "replay", "train.rounds=1", f"train.seed={seed}") for seed in (0, 1))
     found = [RunFolder(path).site_folder("S1").read_buffer() for path in (one, two)]
     for values, provenance in found:
@@ -206,7 +206,7 @@ def test_a_buffer_is_balanced_drawn_from_its_own_generator_and_another_for_anoth
     assert not np.array_equal(found[0][0], RunFolder(one).site_folder("S0").read_buffer()[0])
 
 
-def test_a_hospital_lets_go_only_what_its_file_names(study):
+def test_a_hospital_releases_only_what_its_site_file_allows(study):
     file = study.root / "sites" / "S1.toml"
     text = file.read_text().replace("real = false", "real = true")
 
@@ -228,7 +228,7 @@ def test_a_hospital_lets_go_only_what_its_file_names(study):
     allowed("no_buffer", "model")
 
 
-def test_the_ledger_itself_lets_no_buffer_pass(tmp_path):
+def test_the_ledger_refuses_a_buffer_that_is_not_allowed(tmp_path):
     ledger = PrivacyLedger(tmp_path / "a.jsonl", site="a", run="r", terms=PrivacyTerms(1e-5, allow=("model",)))
     given = {"schema": "ab" * 32, "mechanism": None, "content": "buffer"}
     words = "a buffer without differential privacy may not leave"
@@ -236,7 +236,7 @@ def test_the_ledger_itself_lets_no_buffer_pass(tmp_path):
     assert not ledger.path.exists()
 
 
-def test_a_generator_must_be_there_checked_and_of_this_store(study):
+def test_a_generator_must_exist_be_checked_and_belong_to_the_store(study):
     check = study.generator_path("S1") / "check.json"
     check.unlink()
     refused(lambda: run(study), "site S1: no buffer is released", "was not run", "unchecked", error=WsiFlError)
@@ -253,7 +253,7 @@ def test_a_generator_must_be_there_checked_and_of_this_store(study):
     run(study, "no_buffer", "train.rounds=1")  # needs none
 
 
-def test_what_does_not_fit_is_one_line_and_privacy_that_is_not_there_is_not_pretended(study):
+def test_unsuitable_settings_and_privacy_are_refused_in_one_line(study):
     for override, words in (
         ("privacy.enabled=true", "without differential privacy"),
         ("topology.graph=star", "orders sites anew"),
@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_one_line_and_privacy_that_is_not_there_is_not_pret
 
 
 @pytest.mark.parametrize("buffer", [14_300, 700_000, 10_000_000])
-def test_a_buffer_that_memory_cannot_hold_is_refused_before_any_is_drawn(study, buffer, monkeypatch):
+def test_a_buffer_too_large_for_memory_is_refused_before_any_image_is_drawn(study, buffer, monkeypatch):
     monkeypatch.setattr(buffers, "free_bytes", lambda: 10**6)
     monkeypatch.setattr(buffers, "_draw_buffer", lambda *_: pytest.fail("it was drawn"))
     begun = partial(run, study, "replay", f"replay.buffer={buffer}")
@@ -274,7 +274,7 @@ def test_a_buffer_that_memory_cannot_hold_is_refused_before_any_is_drawn(study, 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 3]), st.integers(1, 999))
-def test_a_buffer_comes_back_as_it_was(n, size, channels, classes):
+def test_a_buffer_survives_packing_and_unpacking(n, size, channels, classes):
     rng = np.random.default_rng(n)
     pixels = rng.integers(0, 256, (n, size, size, channels)).astype(np.uint8)
     label = rng.integers(0, classes, n)
@@ -290,14 +290,14 @@ def small_buffer(label=(0, 1, 0, 1)):
     return SMALL.pack_samples(np.zeros((4, 2, 2, 3), np.uint8), np.array(label))
 
 
-def test_garbage_is_no_buffer():
+def test_malformed_bytes_are_refused_as_a_buffer():
     assert "label 2, and there are 2 classes" in SMALL.find_problem(small_buffer((0, 1, 0, 2)))
     assert "agreed on" in SMALL.find_problem(small_buffer()[:-1])
     assert SMALL.find_problem(np.full(SMALL.n_bytes, 255, np.uint8))
     assert SMALL.schema != BufferShape(4, 2, 3, 3).schema
 
 
-def test_bytes_are_not_taken_for_numbers_nor_scaled(tmp_path):
+def test_images_of_bytes_are_neither_cast_nor_scaled(tmp_path):
     terms = PrivacyTerms(1e-5, allow=("buffer", "model"))
     ledger = PrivacyLedger(tmp_path / "a.jsonl", site="a", run="r", terms=terms)
     release = ledger.release(1, small_buffer(), schema=SMALL.schema, mechanism=None, content="buffer")
@@ -312,8 +312,8 @@ def test_bytes_are_not_taken_for_numbers_nor_scaled(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["label", "length", "schema"])
-def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, what):
-    """One site of a run sends what it should not; the other two get what is right."""
+def test_a_broken_buffer_is_rejected_and_the_receiver_continues_without_it(study, what):
+    """One site of a run sends a malformed buffer; the other two get valid ones."""
     party = RunContext.create(study, study.load_pipeline("small"), "replay")
     sites = [build_site(party, k) for k in range(3)]
     for site in sites:
@@ -342,7 +342,7 @@ class PowerCut(BaseException):
 
 @contextmanager
 def cut(site, at, moment):
-    """Within it the power goes in a round of a site: after the exchange, before its checkpoint or after it."""
+    """Interrupt a round of a site within the context: after the exchange, before or after its checkpoint."""
     real = loop.write_checkpoint, loop._log_round
 
     def checkpoint(where, now):
@@ -371,7 +371,7 @@ def cut(site, at, moment):
         *nightly(*((variant, "after it") for variant in ("buffer_only", "central"))),
     ],
 )
-def test_a_run_goes_on_after_a_kill_to_the_same_bytes(study, variant, moment):
+def test_a_killed_run_resumes_to_the_same_bytes(study, variant, moment):
     whole = run(study, variant, "train.rounds=3")
     with cut("S1", 2, moment):
         run(study, variant, "train.rounds=3")
@@ -392,7 +392,7 @@ def test_a_run_goes_on_after_a_kill_to_the_same_bytes(study, variant, moment):
 
 
 @pytest.mark.parametrize("variant", ["replay", *nightly("central")])
-def test_who_was_lost_comes_back_and_gets_buffers_again(study, variant):
+def test_a_dropped_out_site_returns_and_gets_buffers_again(study, variant):
     with cut("S2", 2, "before the checkpoint"):
         run(study, variant, "train.rounds=6")
     with cut("S2", 4, "before the checkpoint"):
@@ -408,7 +408,7 @@ def test_who_was_lost_comes_back_and_gets_buffers_again(study, variant):
 
 
 @pytest.mark.slow
-def test_three_ranks_do_as_one_process_does(study, wsi_fl):
+def test_three_ranks_train_the_models_of_one_process(study, wsi_fl):
     local = run(study)
     done = wsi_fl("train", "--method", "replay", "--json", "--set", "train.rounds=2", cwd=study.root)
     assert done.returncode == 0, done.stderr

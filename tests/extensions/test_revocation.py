@@ -1,4 +1,4 @@
-"""Certificates that are withdrawn and renewed: a signed, numbered list that every party checks, and keys that vouch."""
+"""Withdrawn and renewed certificates: a signed, numbered list that every party checks, and keys that vouch for keys."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, WsiFlError
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """Two federations of C1 and C2, joined by a folder each."""
+    """Two federations of C1 and C2, each over a folder."""
     folder = tmp_path_factory.mktemp("federations")
     for name in ("one", "two"):
         provision_federation(folder / name, federation=name, shared_folder="SHARE", sites=["C1", "C2"])
@@ -90,12 +90,12 @@ def trusted_by(one):
 
 
 def list_after(name, folder):
-    """The list once the certificate of a site is withdrawn."""
+    """The list after the certificate of a site is withdrawn."""
     return Path(revoke_site(name, folder)["file"]).read_text()
 
 
-def joined(one, name):
-    """Join by the certificate that lies in the kit."""
+def take_part_with_certificate(one, name):
+    """Take part with the certificate in the startup kit."""
     return install_certificate(one / name / f"certificate-{name}.json", one / name)
 
 
@@ -117,14 +117,14 @@ def test_a_withdrawn_certificate_is_refused_wherever_one_is_verified(one):
     refused(lambda: revoke_site("C7", one), "C7 has no certificate")
 
 
-def test_every_certificate_of_a_key_is_withdrawn_also_one_of_an_earlier_version_by_the_root_s_key(one):
+def test_a_withdrawal_covers_every_certificate_of_a_key_also_earlier_ones_by_the_root_ca(one):
     away = (one / "root" / "root.key").rename(one / "root.key")
     assert {"C1", "C2"} <= set(RootCA.open(one).load_keys())
     refused(lambda: revoke_site("C1", one), "put the root's key back")
     away.rename(one / "root" / "root.key")
     first = identity_of(one, "C1").certificate
     approve_request(one / "C1" / "request-C1.json", one)
-    joined(one, "C1")
+    take_part_with_certificate(one, "C1")
     second = identity_of(one, "C1").certificate
     issued = one / "root" / "issued.jsonl"
     number = verify_certificate(second, trusted_by(one)).number
@@ -137,7 +137,7 @@ def test_every_certificate_of_a_key_is_withdrawn_also_one_of_an_earlier_version_
         refused(partial(verify_certificate, certificate, trusted_by(one)), "was withdrawn", error=NotTrusted)
 
 
-def test_lists_that_the_root_did_not_sign_are_refused(place, one):
+def test_lists_that_the_root_ca_did_not_sign_are_refused(place, one):
     theirs, ours = list_after("C1", place / "two"), list_after("C2", one)
     edited = ours.splitlines()
     edited[3] = edited[3][:10] + ("A" if edited[3][10] != "A" else "B") + edited[3][11:]
@@ -150,7 +150,7 @@ def test_lists_that_the_root_did_not_sign_are_refused(place, one):
     refused(lambda: identity_of(one, "C1"), "cannot be used", "not signed by this federation's root")
 
 
-def test_an_older_list_takes_the_place_of_no_newer_one_and_nothing_but_the_list_is_kept(place, one):
+def test_an_older_list_never_replaces_a_newer_one_and_only_the_list_is_kept(place, one):
     first, second = list_after("C1", one), list_after("C2", one)
     kit, evil = Kit.open(one / "coordinator"), (place / "two" / "root" / ROOT_FILE).read_text()
     keys = {key_fingerprint(identity_of(one, name).certificate) for name in ("C1", "C2")}
@@ -166,7 +166,7 @@ def test_an_older_list_takes_the_place_of_no_newer_one_and_nothing_but_the_list_
     assert "CERTIFICATE" not in (one / "C1" / "startup" / REVOCATIONS_FILE).read_text()
 
 
-def test_the_list_goes_round_by_the_folder(place, one):
+def test_the_list_is_distributed_by_the_folder(place, one):
     laid, kit = one / "share" / REVOCATIONS_FILE, Kit.open(one / "C1")
     exchanged = partial(sync_revocation_list, kit, str(laid.parent))
     assert exchanged() == ""
@@ -184,7 +184,7 @@ def test_the_list_goes_round_by_the_folder(place, one):
     assert "was not asked" in sync_revocation_list(kit, str(place / "nowhere"))
 
 
-def test_check_over_a_folder_uses_it_and_takes_its_list(place, one):
+def test_check_tries_the_folder_and_takes_its_list(place, one):
     share = one / "share"
 
     def steps(name, *more):
@@ -219,7 +219,7 @@ def test_check_fails_where_a_folder_cannot_be_used(one, monkeypatch, cannot):
     assert not list((one / "share").glob("check-*")) or cannot == "remove_file"
 
 
-def test_start_takes_the_list_from_the_folder_before_anything_else(place, one, capfd, monkeypatch):
+def test_start_first_takes_the_list_from_the_folder(place, one, capfd, monkeypatch):
     monkeypatch.setattr(kits, "RENEWAL_DAYS", 1000)
     revoke_site("C2", one)
     begin = lambda name: take_part_by_folder(Study(place), Kit.open(one / name))  # noqa: E731
@@ -230,7 +230,7 @@ def test_start_takes_the_list_from_the_folder_before_anything_else(place, one, c
     refused(lambda: begin("C2"), "of C2 was withdrawn on", "needs a new key")
 
 
-def test_all_who_begin_again_over_a_folder_know_the_newest_list(place, one, monkeypatch):
+def test_all_sites_that_begin_again_over_a_folder_have_the_newest_list(place, one, monkeypatch):
     trusted, mine = [], Kit.open(one / "C1")
     settings = SimpleNamespace(train=SimpleNamespace(min_sites=2))
     plan = SimpleNamespace(digest="0" * 64, sites=["C1", "C2"], pipeline=lambda: settings)
@@ -248,7 +248,7 @@ def test_all_who_begin_again_over_a_folder_know_the_newest_list(place, one, monk
     assert trusted == [0, 1]
 
 
-def test_a_job_brings_the_list_and_no_forged_one(place, one, monkeypatch):
+def test_a_job_brings_the_list_and_a_forged_one_is_refused(place, one, monkeypatch):
     pytest.importorskip("nvflare")
     from wsi_fl.hospitals.flare import roles
 
@@ -280,7 +280,7 @@ def listed(federation, *identities):
     return f"{federation.root}\n{certificates.extend_revocation_list(federation.root, federation.key, more)}"
 
 
-def test_the_hello_of_a_withdrawn_key_is_refused(federation, people):
+def test_the_handshake_of_a_withdrawn_key_is_refused(federation, people):
     ends, (good, bad, _) = {}, people
     knowing = Identity(good.name, good.key, good.certificate, listed(federation, bad))
     who = {"C1": knowing, "C2": bad}
@@ -290,8 +290,8 @@ def test_the_hello_of_a_withdrawn_key_is_refused(federation, people):
 
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("least", [None, 2])
-def test_a_certificate_that_is_withdrawn_in_the_middle_ends_the_session(people, least, waits):
-    """Before anything more is sent, and while one waits."""
+def test_a_certificate_that_is_withdrawn_during_a_session_ends_it(people, least, waits):
+    """Before another message is sent, and during a wait."""
     ends, gone, both, who = {}, {}, Barrier(2), dict(zip(("C1", "C2"), people, strict=False))
 
     def be(name):
@@ -376,11 +376,11 @@ def test_tls_refuses_a_withdrawn_certificate_on_either_side(place, one):
     assert refuse_revoked(context, place / "none" / ROOT_FILE).verify_flags == context.verify_flags
 
 
-def test_a_renewed_certificate_holds_longer_and_needs_no_telephone(one, monkeypatch):
+def test_a_renewed_certificate_is_valid_longer_and_needs_no_telephone_call(one, monkeypatch):
     old = identity_of(one, "C1")
     said = create_renewal_request(one / "C1")
     assert approve_request(Path(said["file"]), one)["withdrew"] is None
-    joined(one, "C1")
+    take_part_with_certificate(one, "C1")
     new = identity_of(one, "C1")
     assert new.certificate != old.certificate
     assert key_fingerprint(new.certificate) == key_fingerprint(old.certificate)
@@ -398,7 +398,7 @@ def test_a_renewed_certificate_holds_longer_and_needs_no_telephone(one, monkeypa
     assert reminder in next(check_connection(Kit.open(one / "C1"))).said
 
 
-def test_a_new_key_is_vouched_for_by_the_present_one_and_the_old_one_ends(one):
+def test_a_new_key_is_signed_by_the_current_one_and_the_old_key_ends(one):
     folder, key = one / "C1", one / "C1" / "startup" / "client.key"
     old = identity_of(one, "C1")
     said = json.loads(command("renew", "--kit", folder, "--new-key").stdout)
@@ -418,7 +418,7 @@ def test_a_new_key_is_vouched_for_by_the_present_one_and_the_old_one_ends(one):
     assert RootCA.open(one).load_keys()["C1"] == said["fingerprint"]
 
 
-def test_a_plan_of_before_a_new_key_asks_for_a_new_plan(place, one):
+def test_a_plan_from_before_a_new_key_must_be_replaced(place, one):
     old = identity_of(one, "C1")
     sites = [{"name": "C1", "key": key_fingerprint(old.certificate)}]
     record_approval(
@@ -430,8 +430,8 @@ def test_a_plan_of_before_a_new_key_asks_for_a_new_plan(place, one):
     refused(lambda: take_part_by_folder(Study(place), Kit.open(one / "C1")), words)
 
 
-def test_nobody_gets_a_name_by_a_key_that_does_not_hold_it(place, one):
-    """A key of another name, of another federation, withdrawn, or a request that was changed after it was signed."""
+def test_a_name_cannot_be_obtained_with_a_foreign_key(place, one):
+    """A key of another name or federation, a withdrawn key, or a request that was changed after it was signed."""
     stolen = shutil.copytree(one / "C1", place / "stolen")
     foreign = shutil.copytree(place / "two" / "C1", place / "foreign")
     ask = Path(create_renewal_request(foreign, rotate=True)["file"])
@@ -460,10 +460,10 @@ def test_a_name_whose_key_was_withdrawn_needs_a_new_one_and_a_telephone_call(pla
     assert found["name"] == "C1" and Kit.open(place / "anew").load_revocation_list().number == 1
 
 
-def test_a_kit_stays_in_its_federation(place, one):
+def test_a_startup_kit_stays_in_its_federation(place, one):
     made = create_request(place / "C5", name="C5", organization="x")
     approve_request(Path(made["file"]), one, unchecked=True)
     install_certificate(place / "C5" / "certificate-C5.json", place / "C5", unchecked=True)
     approve_request(Path(made["file"]), place / "two", unchecked=True)
-    refused(lambda: joined(place, "C5"), "of another federation")
+    refused(lambda: take_part_with_certificate(place, "C5"), "of another federation")
     assert Kit.open(place / "C5").document["federation"] == "one"

@@ -1,4 +1,4 @@
-"""Letters between hospitals: over a line that loses, repeats, reorders, alters and invents, the same as in process."""
+"""Sealed messages between hospitals: a transport that loses, repeats, reorders, alters and invents changes nothing."""
 
 import itertools
 import random
@@ -33,7 +33,7 @@ class Said(TypedDict):
 
 
 def together(identities, work, *, meddle=None, timeout_s=20.0, given=None, lines=None):
-    """Let each site work in a thread of its own; return what each returned or raised."""
+    """Let each site work in its own thread; return its result or exception."""
     ends = {}
 
     def be(name):
@@ -64,7 +64,7 @@ def rounds_of(folder, n=4):
 
 
 def right(found, rounds=4):
-    """All have heard in every round what their left neighbour said."""
+    """Check that every site has received its left neighbour's values in every round."""
     for me, name in enumerate(NAMES):
         left = [((np.arange(5) + 10 * r + (me - 1) % 3) / 2).tolist() for r in range(1, rounds + 1)]
         assert found[name][0] == left, found[name]
@@ -77,7 +77,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_relayed_exchange_is_that_of_one_process(identities, folder):
+def test_a_relayed_exchange_equals_that_of_one_process(identities, folder):
     found = together(identities, rounds_of(folder))
     right(found)
     for me, name in enumerate(NAMES):
@@ -114,8 +114,8 @@ def test_losses_repeats_delays_and_disorder_change_nothing(identities, folder):
     assert len(counts) == 3 and min(counts.values()) > 3
 
 
-def noting(work, refused):
-    """The work, which notes at its end why letters were refused."""
+def record_refusals(work, refused):
+    """The work, which records the reasons of refused messages at its end."""
 
     def noted(comm):
         heard = work(comm)
@@ -126,8 +126,8 @@ def noting(work, refused):
 
 
 @pytest.mark.parametrize("how", ["head", "signature", "body", "name", "federation"])
-def test_what_was_altered_or_forged_is_refused_and_the_letter_itself_is_taken(identities, folder, how):
-    """C3 writes in the name of C1, or a stranger with C1's name does, or a bit was turned on the way."""
+def test_an_altered_or_forged_message_is_refused_and_the_original_accepted(identities, folder, how):
+    """C3 writes in the name of C1, a stranger with C1's name does, or a bit was flipped on the way."""
     stranger, refused = Federation().identity("C1"), []
 
     def forged(letter, to):
@@ -143,14 +143,14 @@ def test_what_was_altered_or_forged_is_refused_and_the_letter_itself_is_taken(id
     def meddle(sender, to, name, letter):
         return [letter] if sender != "C1" or name == "hello" else [forged(letter, to), letter]
 
-    right(together(identities, noting(rounds_of(folder), refused), meddle=meddle))
+    right(together(identities, record_refusals(rounds_of(folder), refused), meddle=meddle))
     known = {"head": "B1 came, who takes no part", "body": "was altered on its way"}
     said = known.get(how, "was not signed by it")
     assert len([one for one in refused if said in one]) > 3, refused
 
 
 @pytest.mark.parametrize("whose", ["a stranger's", "another than the plan's"])
-def test_a_key_of_another_federation_or_than_the_pinned_one_never_gets_in(federation, identities, whose):
+def test_a_key_of_another_federation_or_another_than_the_pinned_one_is_never_accepted(federation, identities, whose):
     keys = {name: key_fingerprint(one.certificate) for name, one in identities.items()}
     other = (Federation() if whose == "a stranger's" else federation).identity("C2")
     given = {name: {"keys": keys} for name in NAMES}
@@ -170,8 +170,8 @@ def test_another_version_or_code_ends_the_run_before_training(identities, given,
     assert any(said in str(one) for one in found.values())
 
 
-def test_an_old_hello_for_another_plan_is_passed_over_and_nobody_is_blamed(identities, folder):
-    """Somebody lays it before the new ones, as whoever can write to a shared folder may."""
+def test_an_old_handshake_for_another_plan_is_ignored_and_no_site_is_blamed(identities, folder):
+    """Anyone with write access to a shared folder may put it before the new ones."""
     writer, refused = MessageSealer(identities["C3"]), []
     said = Handshake(
         certificate=identities["C3"].certificate,
@@ -186,17 +186,17 @@ def test_an_old_hello_for_another_plan_is_passed_over_and_nobody_is_blamed(ident
     def meddle(sender, to, name, letter):
         return [old, letter] if name == "hello" and to != "C3" else [letter]
 
-    right(together(identities, noting(rounds_of(folder), refused), meddle=meddle))
+    right(together(identities, record_refusals(rounds_of(folder), refused), meddle=meddle))
     assert {"a handshake as C3 for another plan (11111111) was ignored"} == set(refused)
 
 
-def test_a_hospital_with_another_plan_is_waited_for_and_the_plan_is_named(identities):
+def test_a_hospital_with_another_plan_is_awaited_and_the_plan_is_named(identities):
     found = together(identities, lambda comm: None, given={"C2": {"plan": "1" * 64}}, timeout_s=1.0)
     assert all(isinstance(one, PeerTimeout) for one in found.values())
     assert any("for another plan" in str(one) for one in found.values()), found
 
 
-def test_a_clock_that_is_a_day_off_is_named(identities, monkeypatch):
+def test_a_clock_that_is_wrong_by_a_day_is_named(identities, monkeypatch):
     real = time.time
 
     def clock():
@@ -207,8 +207,8 @@ def test_a_clock_that_is_a_day_off_is_named(identities, monkeypatch):
     assert any("the clock of C1 is 24.0 h ahead" in str(one) for one in found.values()), found
 
 
-def test_whose_clock_was_set_begins_again(identities, monkeypatch):
-    """Its hello was of another time, and the others may have refused it."""
+def test_a_site_whose_clock_was_corrected_begins_again(identities, monkeypatch):
+    """Its handshake was of another time, and the others may have refused it."""
     ahead = dict.fromkeys(NAMES, 0.0)
     monkeypatch.setattr(secure_comm, "_clock_offset_s", lambda: ahead.get(threading.current_thread().name, 0.0))
 
@@ -234,8 +234,8 @@ def test_an_expired_certificate_is_named(federation):
         refused(expired, "set the clock", *words, error=NotTrusted)
 
 
-def test_a_key_whose_exponent_was_chosen_is_refused_everywhere(federation, monkeypatch):
-    """Whoever may choose the exponent finds a key with a fingerprint like another's soon, or needs no private one."""
+def test_a_key_with_a_chosen_exponent_is_refused_everywhere(federation, monkeypatch):
+    """With a free exponent, a key with a similar fingerprint is soon found, or no private key is needed."""
     usual = certificates.generate_private_key
     monkeypatch.setattr(certificates, "generate_private_key", lambda public_exponent, key_size: usual(3, key_size))
     chosen = certificates.generate_key()
@@ -255,7 +255,7 @@ def test_a_key_whose_exponent_was_chosen_is_refused_everywhere(federation, monke
     refused(lambda: Identity.load(chosen, theirs, federation.root), "cannot be used", "exponent 3")
 
 
-def test_a_letter_that_is_too_long_is_refused(identities, folder):
+def test_a_sealed_message_that_is_too_long_is_refused(identities, folder):
     given = {"C2": {"most_bytes": 4000}}
 
     def work(comm):
@@ -269,8 +269,8 @@ def test_a_letter_that_is_too_long_is_refused(identities, folder):
     assert "a message of 20" in str(found["C2"]) and "at most 4000" in str(found["C2"])
 
 
-def test_what_a_peer_lays_up_is_bounded(identities, folder):
-    """C1 runs ahead of C2, which reads nothing: what waits is at most two of the longest letters."""
+def test_the_memory_for_unread_messages_of_a_peer_is_bounded(identities, folder):
+    """C1 runs ahead of C2, which reads nothing: at most two of the longest messages wait."""
     read = threading.Event()
 
     def work(comm):
@@ -313,7 +313,7 @@ def test_bytes_and_wrong_lengths_arrive_as_in_one_process(identities, folder):
     assert found["C3"].refused == "it has 7 values, agreed on 8"
 
 
-def test_the_line_reads_nothing(identities, folder):
+def test_the_transport_can_read_no_message(identities, folder):
     seen = []
 
     def probe(sender, to, name, letter):
@@ -334,7 +334,7 @@ def test_the_line_reads_nothing(identities, folder):
 
 
 @pytest.mark.parametrize("how", ["close", "abort"])
-def test_a_site_that_vanishes_is_named_and_one_that_ends_says_so(identities, how):
+def test_a_vanished_site_is_named_and_an_ending_site_reports_its_end(identities, how):
     def work(comm):
         if comm.sites[0] == 2:
             getattr(comm, how)()
@@ -351,7 +351,7 @@ def test_a_site_that_vanishes_is_named_and_one_that_ends_says_so(identities, how
         assert [str(found[n]) for n in ("C1", "C2")] == [said] * 2 and time.monotonic() - began < 10
 
 
-def test_a_process_that_begins_anew_is_noticed(identities):
+def test_a_restarted_process_is_noticed(identities):
     ends = {}
 
     def work(comm):
@@ -369,7 +369,7 @@ def test_a_process_that_begins_anew_is_noticed(identities):
 
 @pytest.fixture
 def kept(identities, folder):
-    """What a relay kept of a first run, by sender, receiver and name."""
+    """The messages that a relay stored of a first run, by sender, receiver and name."""
     found = {}
 
     def keep(sender, to, name, letter):
@@ -382,17 +382,17 @@ def kept(identities, folder):
     return found
 
 
-def test_letters_of_an_earlier_session_are_worth_nothing(identities, folder, kept):
+def test_messages_of_an_earlier_session_are_refused(identities, folder, kept):
     refused = []
 
     def play_back(sender, to, name, letter):
         return [letter] if name == "hello" else [kept[sender, to, name], letter]
 
-    right(together(identities, noting(rounds_of(folder, 2), refused), meddle=play_back), 2)
+    right(together(identities, record_refusals(rounds_of(folder, 2), refused), meddle=play_back), 2)
     assert any("another session" in one for one in refused)
 
 
-def test_old_hellos_may_stop_a_run_and_never_change_it(identities, folder, kept):
+def test_old_handshakes_may_stop_a_run_and_never_change_it(identities, folder, kept):
     def play_back(sender, to, name, letter):
         return [kept[sender, to, name], letter] if name == "hello" else [letter]
 
@@ -405,29 +405,29 @@ def test_old_hellos_may_stop_a_run_and_never_change_it(identities, folder, kept)
 FOUR = ("C1", "C2", "C3", "C4")
 
 
-def of(me, at_least=2, **heard):
+def membership_of(me, at_least=2, **heard):
     one = SitePresence(SimpleNamespace(name=me), FOUR, at_least)
     one.sealer.latest_handshakes.update(heard)
     return one
 
 
-def gone(one):
+def dropped_sites(one):
     return [name for name in FOUR if one.has_dropped_out(name)]
 
 
-def test_whoever_fell_silent_is_gone_until_it_says_a_newer_hello():
-    one = of("C1", C2=5.0, C3=6.0)
-    assert gone(one) == []
+def test_a_site_that_timed_out_has_dropped_out_until_its_newer_handshake():
+    one = membership_of("C1", C2=5.0, C3=6.0)
+    assert dropped_sites(one) == []
     one.mark_dropped_out(["C3", "C4"], "silent")
-    assert gone(one) == ["C3", "C4"] and one.dropped_out == {"C3": 6.0, "C4": 0.0}
+    assert dropped_sites(one) == ["C3", "C4"] and one.dropped_out == {"C3": 6.0, "C4": 0.0}
     one.sealer.latest_handshakes["C3"] = 6.5
-    assert gone(one) == ["C4"]
+    assert dropped_sites(one) == ["C4"]
     one.sealer.latest_handshakes["C4"] = 1.0  # it came for the first time
-    assert gone(one) == []
+    assert dropped_sites(one) == []
 
 
-def test_below_so_many_those_who_are_gone_are_lacking():
-    one = of("C1", at_least=3)
+def test_below_the_minimum_dropped_out_sites_are_missing():
+    one = membership_of("C1", at_least=3)
     one.mark_dropped_out(["C3"], "silent")
     assert one.missing_sites() == []
     one.mark_dropped_out(["C4"], "silent")
@@ -436,15 +436,15 @@ def test_below_so_many_those_who_are_gone_are_lacking():
     assert one.missing_sites() == []
 
 
-def test_two_halves_never_go_on_apart_however_few_the_plan_asks_for():
+def test_two_halves_never_continue_separately_at_any_minimum_of_sites():
     for away in (["C3", "C4"], ["C1", "C2"]):
-        one = of(next(name for name in FOUR if name not in away))
+        one = membership_of(next(name for name in FOUR if name not in away))
         one.mark_dropped_out(away, "silent")
         assert one.missing_sites() == away
 
 
-def test_a_site_knows_when_the_others_went_on_without_it_and_says_a_later_hello():
-    one = of("C1")
+def test_a_site_that_was_left_behind_notices_and_sends_a_later_handshake():
+    one = membership_of("C1")
     since = one.sealer.started_at
     assert not one.merge_peer_view({"C1": since - 1.0})  # that was an earlier process of it
     assert one.merge_peer_view({"C1": since + 5.0, "C9": 3.0}) and "C9" not in one.dropped_out
@@ -452,30 +452,30 @@ def test_a_site_knows_when_the_others_went_on_without_it_and_says_a_later_hello(
     assert one.sealer.started_at > since + 5.0 and not one.merge_peer_view({"C1": since + 5.0})
 
 
-def test_after_a_clock_was_set_the_next_hello_has_its_new_time(monkeypatch):
-    """Others take none from the future, and would take one that is later than such for a lie too."""
+def test_a_handshake_after_a_clock_correction_has_the_new_time(monkeypatch):
+    """Other sites refuse handshakes of the future, and any later than a refused one."""
     real = time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: real() + 2 * 86400)
-        one = of("C1")
+        one = membership_of("C1")
         assert not one.has_clock_jumped()
     assert one.has_clock_jumped()
     one.mark_dropped_out((), "its clock was set")
     assert abs(one.sealer.started_at - real()) < 60 and not one.has_clock_jumped()
 
 
-def test_where_all_are_needed_nobody_is_gone_because_a_peer_says_so():
-    one = of("C1", at_least=None)
+def test_where_all_sites_are_needed_no_site_is_dropped_on_the_word_of_a_peer():
+    one = membership_of("C1", at_least=None)
     assert not one.merge_peer_view({"C1": 1e11, "C2": 1e11}) and one.dropped_out == {}
 
 
-def test_all_who_hear_the_same_believe_the_same_in_any_order():
+def test_membership_does_not_depend_on_the_order_of_messages():
     dice = random.Random(3)
     told = [{name: float(dice.randrange(5)) for name in dice.sample(FOUR, 2)} for _ in range(4)]
     found = set()
     for order in itertools.permutations(told):
-        one = of("C1", C2=2.0, C3=2.0, C4=2.0)
+        one = membership_of("C1", C2=2.0, C3=2.0, C4=2.0)
         for beliefs in order:
             one.merge_peer_view(beliefs)
-        found.add((tuple(gone(one)), tuple(sorted(one.dropped_out.items()))))
+        found.add((tuple(dropped_sites(one)), tuple(sorted(one.dropped_out.items()))))
     assert len(found) == 1

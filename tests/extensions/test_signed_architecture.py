@@ -1,4 +1,4 @@
-"""What is signed is what runs: plain names, parameters by their digest, and digests compared whole."""
+"""The signed model is the trained model: plain names, parameters by their digest, and digests compared in full."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def study(tmp_path):
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_name_that_is_looked_up_elsewhere_is_refused_at_every_door(study, name, monkeypatch):
+def test_a_name_that_is_looked_up_elsewhere_is_refused_by_every_entry_point(study, name, monkeypatch):
     asked = []
     monkeypatch.setattr("timm.create_model", lambda *given, **_: asked.append(given))
     words = "is no plain name of an architecture"
@@ -53,7 +53,7 @@ def test_a_name_that_is_looked_up_elsewhere_is_refused_at_every_door(study, name
 
 
 @pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224.augreg_in21k", "efficientnet_b0"])
-def test_plain_names_are_taken(study, name):
+def test_plain_names_are_accepted(study, name):
     assert study.load_pipeline("small", [f"model.proxy='timm:{name}'"]).model.proxy == f"timm:{name}"
 
 
@@ -81,7 +81,7 @@ def _frozen(n_classes, channels, size_px):
 @pytest.mark.parametrize(
     ("other", "words"), [(_wider, "(leaves)"), (_renamed, "whose parameters have the SHA-256"), (_frozen, "(leaves)")]
 )
-def test_a_model_that_became_another_after_the_signature_is_not_trained(study, other, words, monkeypatch):
+def test_a_model_that_changed_after_the_signature_is_not_trained(study, other, words, monkeypatch):
     plan = planned(study)
     learns = parse_plan_document(plan)["learns"]
     with torch.random.fork_rng():
@@ -112,7 +112,7 @@ TAIL = {"weights": "", "projection": None, "statistics": {}}
 
 
 @pytest.mark.parametrize("digits", [8, 16, 63])
-def test_digests_are_compared_whole_and_shown_by_their_beginning(digits):
+def test_digests_are_compared_in_full_and_shown_by_their_first_digits(digits):
     one, other = "a" * 64, "a" * digits + "b" * (64 - digits)
     for key, (first, second) in {
         "weights": (one, other),
@@ -127,12 +127,12 @@ def test_digests_are_compared_whole_and_shown_by_their_beginning(digits):
         preflight.compare_sites([documents[0], {**documents[0], "site": "B"}])
 
 
-def test_what_sites_bring_has_whole_digests(study):
+def test_preflight_replies_hold_full_digests(study):
     with RunContext.create(study, study.load_pipeline("small", ["privacy.sigma=4"]), "proxyfl") as party:
         assert len(build_preflight(build_site(party, 0), party)["schema"]) == 64
 
 
-def test_an_encoders_weights_are_compared_whole_and_with_an_earlier_store_by_what_it_has():
+def test_encoder_digests_are_compared_in_full_and_with_an_earlier_store_by_prefix():
     long, other = f"net sha256:{'a' * 64}; mean 0", f"net sha256:{'a' * 32}{'b' * 32}; mean 0"
     assert all(encoder_differences([long, other])) and not any(encoder_differences([long, long]))
     short = f"net sha256:{'a' * 16}; mean 0"

@@ -1,4 +1,4 @@
-"""Pipes, sockets, devices and folders where files of others should lie: one line, no wait, and nobody is accused."""
+"""Pipes, sockets, devices and folders in place of others' files: one line, no wait, and nobody is accused."""
 
 import os
 import socket
@@ -42,31 +42,31 @@ ODD = {
 
 
 @pytest.fixture(params=ODD)
-def odd(request, tmp_path):
-    """A path of a shared folder at which there is no file, though something lies there."""
+def special_file(request, tmp_path):
+    """A path of a shared folder with something other than a regular file."""
     ODD[request.param](tmp_path / "plan.json")
     return tmp_path / "plan.json"
 
 
-def test_a_share_reads_no_such_thing(odd):
+def test_a_share_reads_no_special_file(special_file):
     with pytest.raises((WsiFlError, OSError)):  # a socket cannot even be opened
-        SharedFolder(str(odd.parent)).read(100, odd.name)
+        SharedFolder(str(special_file.parent)).read(100, special_file.name)
 
 
-def test_a_laid_plan_that_is_none_is_said_and_passed_over(odd, monkeypatch, capfd):
+def test_a_special_file_in_place_of_a_plan_is_reported_and_skipped(special_file, monkeypatch, capfd):
     monkeypatch.setattr(start, "load_preapproval", lambda *_: {"id": "1"})
     monkeypatch.setattr(start, "admit_plan", lambda *_: pytest.fail("there is no plan"))
-    start._admit_shared_plan(None, SimpleNamespace(name="S0"), str(odd.parent))
+    start._admit_shared_plan(None, SimpleNamespace(name="S0"), str(special_file.parent))
     said = capfd.readouterr().err
     assert said.count("\n") <= 1
-    if not odd.is_socket():
+    if not special_file.is_socket():
         assert "plan.json: is no ordinary file" in said
 
 
-def test_a_list_of_withdrawn_certificates_neither(odd):
-    odd.rename(odd.with_name("withdrawn.pem"))
+def test_a_special_file_in_place_of_a_revocation_list_is_reported_in_one_line(special_file):
+    special_file.rename(special_file.with_name("withdrawn.pem"))
     kit = SimpleNamespace(update_revocation_list=lambda _: False, load_revocation_list=lambda: SimpleNamespace(text=""))
-    assert "\n" not in sync_revocation_list(kit, str(odd.parent))
+    assert "\n" not in sync_revocation_list(kit, str(special_file.parent))
 
 
 @pytest.mark.parametrize(
@@ -79,18 +79,18 @@ def test_a_list_of_withdrawn_certificates_neither(odd):
         lambda path: file_lock(path, "busy").__enter__(),
     ],
 )
-def test_what_others_send_is_looked_at_before_it_is_opened(odd, read):
-    Path(odd.with_name("evidence.sig.json")).symlink_to(odd)
-    refused(lambda: read(odd), "", error=WsiFlError)
+def test_files_of_others_are_checked_before_they_are_opened(special_file, read):
+    Path(special_file.with_name("evidence.sig.json")).symlink_to(special_file)
+    refused(lambda: read(special_file), "", error=WsiFlError)
 
 
-def test_leftovers_that_are_pipes_are_passed_over(tmp_path):
+def test_abandoned_pipes_are_skipped(tmp_path):
     os.mkfifo(tmp_path / ".store.1.partial.h5")
     remove_abandoned(tmp_path / "store.h5")
     assert (tmp_path / ".store.1.partial.h5").is_fifo()
 
 
-def test_a_backup_is_still_read(tmp_path):
+def test_a_regular_file_in_place_of_a_backup_is_still_read(tmp_path):
     with tarfile.open(tmp_path / "empty.tar", "w"):
         pass
     refused(lambda: restore_backup(tmp_path / "empty.tar", tmp_path / "kit", None), "this is no backup")

@@ -1,4 +1,4 @@
-"""A letter that its sender took back, and that NFS still shows to another hospital: it is gone, and no failure."""
+"""A sealed message that its sender withdrew and NFS still lists counts as gone, without a failure."""
 
 import errno
 
@@ -14,7 +14,7 @@ TOPIC = "ab" * 32
 
 
 @pytest.fixture
-def stale(monkeypatch):
+def stale_handles(monkeypatch):
     """How often a file is a stale handle, by the end of its name; it counts down."""
     left, opened, remove = {}, module._open_regular_file, LocalFileSystem.rm_file
 
@@ -35,19 +35,19 @@ def share(tmp_path):
     return SharedFolder(str(tmp_path))
 
 
-def test_what_took_the_place_of_a_stale_letter_is_read(share, stale):
-    stale["/a"] = 1
-    assert share.read(9, "a") == b"old" and not stale["/a"]
+def test_the_replacement_of_a_stale_message_is_read(share, stale_handles):
+    stale_handles["/a"] = 1
+    assert share.read(9, "a") == b"old" and not stale_handles["/a"]
 
 
 @pytest.mark.parametrize("action", [lambda share: share.read(9, "a"), lambda share: share.remove_file("a")])
-def test_a_letter_that_stays_stale_is_gone(share, stale, action):
-    stale["/a"] = 9
+def test_a_message_that_stays_stale_counts_as_gone(share, stale_handles, action):
+    stale_handles["/a"] = 9
     with pytest.raises(FileNotFoundError, match="Stale"):
         action(share)
 
 
-def test_another_failure_of_the_folder_is_told_as_it_is(share, monkeypatch):
+def test_another_failure_of_the_folder_is_reported_unchanged(share, monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -57,9 +57,9 @@ def test_another_failure_of_the_folder_is_told_as_it_is(share, monkeypatch):
     assert not isinstance(told.value, FileNotFoundError)
 
 
-def test_a_stale_hello_hides_no_other(tmp_path, stale):
+def test_a_stale_handshake_hides_no_other_handshake(tmp_path, stale_handles):
     share, names = (SharedFolder(str(tmp_path)), [f"{site}~{HANDSHAKE}~{'0' * 32}.letter" for site in ("A", "B")])
     for name in names:
         share.write(b"hello", f"wsi-fl-{TOPIC[:16]}", "C", name)
-    stale[f"/{names[0]}"] = 9
+    stale_handles[f"/{names[0]}"] = 9
     assert [found.sender for found in list_messages(str(tmp_path), TOPIC)] == ["B"]

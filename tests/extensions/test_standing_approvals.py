@@ -1,4 +1,4 @@
-"""Frames: plans within them run at a hospital without a further signature; nothing outside runs, nor after the end."""
+"""Standing approvals: plans within one run without a further signature; no other plan does, and none after its end."""
 
 import json
 import tomllib
@@ -76,7 +76,7 @@ def log_of(study):
     return preapproval_path(study).with_suffix(".log")
 
 
-def framed(study, identities, plan, site="S0", **given):
+def sign_standing_approval(study, identities, plan, site="S0", **given):
     limits = {"epsilon": 3.0, "until": (TODAY + timedelta(30)).isoformat(), "runs": 3} | given
     frame = make_preapproval(study, plan, site, **limits)
     write_preapproval(study, frame, identities[site])
@@ -84,7 +84,7 @@ def framed(study, identities, plan, site="S0", **given):
 
 
 def together(studies, identities, plan):
-    """What came of a run of all hospitals, each of which is brought the plan: a summary, or the one-line error."""
+    """The result of a run of all hospitals with the plan: a summary, or the one-line error."""
     ends = {}
 
     def be(name):
@@ -95,8 +95,8 @@ def together(studies, identities, plan):
     return {name: came if isinstance(came, dict) else str(came) for name, came in found.items()}
 
 
-def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, identities, plan):
-    frame = framed(study, identities, plan)
+def test_a_standing_approval_has_every_statement_of_a_plan_and_contains_its_own_plan(study, identities, plan):
+    frame = sign_standing_approval(study, identities, plan)
     allows = frame["allows"]
     said = {"method": "proxyfl", "unit": "patient", "delta": 1e-5, "guarantee": "guaranteed"}
     assert {key: allows[key] for key in said} == {key: [value] for key, value in said.items()}
@@ -139,21 +139,25 @@ def test_a_frame_says_what_a_plan_says_and_nothing_of_it_lies_outside(study, ide
     assert why() == why(**costs(framed_runs=2, framed=3.0)) == ""
 
 
-def test_what_a_frame_cannot_allow(study, identities, plan):
+def test_a_standing_approval_beyond_the_site_file_or_the_plan_is_refused(study, identities, plan):
     for much in (51.0, 0.0, float("nan")):
-        refused(lambda much=much: framed(study, identities, plan, epsilon=much), "S0.toml: max_epsilon = 50")
-    refused(lambda: framed(study, identities, plan, until="soon"), "--until 2027-03-31")
-    refused(lambda: framed(study, identities, plan, partners=["S7"]), "no site S7")
-    refused(lambda: framed(study, identities, plan, methods=["regular"]), "regular shares nothing")
-    two = framed(study, identities, plan, methods=["proxyfl", "fedavg"], partners=["S1"])
+        refused(
+            lambda much=much: sign_standing_approval(study, identities, plan, epsilon=much), "S0.toml: max_epsilon = 50"
+        )
+    refused(lambda: sign_standing_approval(study, identities, plan, until="soon"), "--until 2027-03-31")
+    refused(lambda: sign_standing_approval(study, identities, plan, partners=["S7"]), "no site S7")
+    refused(lambda: sign_standing_approval(study, identities, plan, methods=["regular"]), "regular shares nothing")
+    two = sign_standing_approval(study, identities, plan, methods=["proxyfl", "fedavg"], partners=["S1"])
     assert two["allows"]["method"] == ["proxyfl", "fedavg"] and "central model" in two["allows"]["leaves"]
     assert len(two["allows"]["partners"]) == 2  # its own too
 
 
-def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, identities, me, plan, capsys):
+def test_a_plan_within_a_standing_approval_is_approved_and_any_other_is_refused_in_one_line(
+    study, identities, me, plan, capsys
+):
     admit_plan(study, me, plan)  # without a frame nothing changes
     assert not approval_path(study, "S0").exists() and not log_of(study).exists()
-    frame = framed(study, identities, plan)
+    frame = sign_standing_approval(study, identities, plan)
     admit_plan(study, me, plan)
     approval = json.loads(approval_path(study, "S0").read_text())
     assert approval["preapproval"] == frame["id"] and len(approval["preapproval_sha256"]) == 64
@@ -177,8 +181,8 @@ def test_a_plan_inside_is_approved_and_one_outside_is_refused_in_a_line(study, i
     assert load_approved_plan(study, me).digest == plan.digest and log_of(study).read_text().count("refused") == 4
 
 
-def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities, plan):
-    frame = framed(study, identities, plan)
+def test_a_standing_approval_that_was_changed_or_signed_by_others_does_not_count(study, identities, plan):
+    frame = sign_standing_approval(study, identities, plan)
     path = preapproval_path(study)
     path.write_text(path.read_text().replace('"runs": 3', '"runs": 4'))
     words = "federation/preapproval.json cannot be used", "not signed"
@@ -190,8 +194,10 @@ def test_a_frame_that_was_touched_or_signed_by_others_is_none(study, identities,
     refused(lambda: admit_plan(study, identities["S0"], plan), "that this version of wsi-fl reads; sign another")
 
 
-def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(study, identities, me, plan, monkeypatch):
-    frame = framed(study, identities, plan)
+def test_a_withdrawn_or_expired_standing_approval_approves_nothing_and_voids_approvals(
+    study, identities, me, plan, monkeypatch
+):
+    frame = sign_standing_approval(study, identities, plan)
     admit_plan(study, me, plan)
     with monkeypatch.context() as patch:
         patch.setattr(preapproval, "has_expired", lambda *_: True)
@@ -204,15 +210,15 @@ def test_what_is_withdrawn_or_over_approves_nothing_and_voids_approvals(study, i
     preapproval_path(study).write_text(gone.read_text())  # as it comes back from a backup
     assert load_preapproval(study, me) is None
     refused(lambda: load_approved_plan(study, me), "withdrew the standing approval")
-    framed(study, identities, plan)  # another frame brings no old approval back
+    sign_standing_approval(study, identities, plan)  # another frame brings no old approval back
     refused(lambda: load_approved_plan(study, me), "withdrew the standing approval")
     sign_plan(study, review_plan(study, plan, "S0"), me)  # a person's own approval needs none
     revoke_preapproval(study, me)
     assert load_approved_plan(study, me)
 
 
-def test_others_are_not_told_what_follows_from_a_single_patient(study, identities, me, plan, monkeypatch):
-    framed(study, identities, plan)
+def test_refusals_that_depend_on_a_single_patient_are_not_disclosed(study, identities, me, plan, monkeypatch):
+    sign_standing_approval(study, identities, plan)
     looked = review_plan(study, plan, "S0", load_preapproval(study, me))
     group = {"rows": 700, "epsilon": 99.0, "delta": 1e-5}
     above = replace(looked, cost=replace(looked.cost, group=group, lifetime_group=group))
@@ -240,11 +246,15 @@ def test_others_are_not_told_what_follows_from_a_single_patient(study, identitie
     monkeypatch.setattr("wsi_fl.hospitals.plans.preapproval_check.review_plan", lambda *_: above)
     admit_plan(study, me, plan)
     assert "above your max_epsilon" in log_of(study).read_text()
-    refused(lambda: framed(study, identities, plan), "above your max_epsilon", "no standing approval is for such plans")
+    refused(
+        lambda: sign_standing_approval(study, identities, plan),
+        "above your max_epsilon",
+        "no standing approval is for such plans",
+    )
 
 
 def spend(study, me, run, rounds):
-    """What a run of the approved plan writes on the ledger."""
+    """Charge the ledger like a run of the approved plan."""
     site, named = study.load_site(me.name), {"approved": approval_time(study, me.name)}
     terms = PrivacyTerms(1e-5, site.max_epsilon, True, (), "guaranteed", "patient")
     ledger = open_ledger(study, site, run, terms, named=named)
@@ -252,9 +262,9 @@ def spend(study, me, run, rounds):
         ledger.record_transmission(ledger.record(None, Mechanism(5.0, 1.0, 1.0, 1), "kept 0"), "0")
 
 
-def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities, me, plan):
-    """A run goes on beside one that was begun later: each fitted as its plan came, and together they do not."""
-    framed(study, identities, plan, epsilon=2.0, runs=2)
+def test_a_site_that_spent_more_than_its_standing_approval_sends_nothing_more(study, identities, me, plan):
+    """Two runs overlap: each was within the standing approval when its plan came, and both together are not."""
+    sign_standing_approval(study, identities, plan, epsilon=2.0, runs=2)
     admit_plan(study, me, plan)
     spend(study, me, "a" * 32, 2)
     assert load_approved_plan(study, me)
@@ -262,7 +272,7 @@ def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities,
     assert load_approved_plan(study, me)
     spend(study, me, "a" * 32, 3)
     refused(lambda: load_approved_plan(study, me), "S0 spent ε = 2.", "of the 2 of its standing approval")
-    framed(study, identities, plan, epsilon=9.0, runs=2)
+    sign_standing_approval(study, identities, plan, epsilon=9.0, runs=2)
     admit_plan(study, me, plan)
     for run in "cde":
         assert load_approved_plan(study, me)
@@ -270,10 +280,10 @@ def test_whoever_spent_more_than_its_frame_sends_nothing_more(study, identities,
     refused(lambda: load_approved_plan(study, me), "began 3 runs under a standing approval for 2")
 
 
-def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, identities, me, plan, monkeypatch):
-    """Lines on the ledger would name another approval than that of the plan that is done."""
+def test_an_approval_that_is_replaced_as_a_run_begins_ends_the_run(study, identities, me, plan, monkeypatch):
+    """Ledger lines would name another approval than that of the running plan."""
     sign_plan(study, review_plan(study, plan, "S0"), me)  # by a person
-    framed(study, identities, plan)
+    sign_standing_approval(study, identities, plan)
     other, seen = made(study, identities, "train.lr=0.5", out="other.json"), []
 
     def meanwhile(*given):
@@ -286,8 +296,8 @@ def test_an_approval_that_is_replaced_as_a_run_begins_is_not_mistaken(study, ide
     refused(part, "approved another plan just now", error=NoCommonPlan)
 
 
-def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, me, plan, monkeypatch):
-    frame = framed(study, identities, plan)
+def test_a_patch_release_that_the_standing_approval_lists_voids_no_approval(study, identities, me, plan, monkeypatch):
+    frame = sign_standing_approval(study, identities, plan)
     admit_plan(study, me, plan)
     for name in ("signed_plan", "preapproval_check", "build_plan"):
         monkeypatch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", lambda: "1" * 64)
@@ -308,13 +318,13 @@ def test_a_patch_release_that_the_frame_lists_voids_nothing(study, identities, m
         part()
 
 
-def test_a_plan_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, study, identities, me, plan):
+def test_a_plan_in_the_shared_folder_is_taken_only_within_a_standing_approval(tmp_path, study, identities, me, plan):
     share = tmp_path / "share"
     share.mkdir()
     (share / "plan.json").write_text(plan.text)
     _admit_shared_plan(study, me, str(share))
     assert not approval_path(study, "S0").exists()
-    framed(study, identities, plan)
+    sign_standing_approval(study, identities, plan)
     _admit_shared_plan(study, me, str(share))
     assert load_approved_plan(study, me).digest == plan.digest
     other = made(study, identities, method="fedavg")
@@ -325,12 +335,12 @@ def test_a_plan_in_the_shared_folder_is_taken_within_a_frame_alone(tmp_path, stu
 
 
 @pytest.fixture
-def pair(tmp_path, identities):
-    """Two hospitals, and a frame at each that was made of the same plan."""
+def two_hospitals(tmp_path, identities):
+    """Two hospitals with standing approvals that were made of the same plan."""
     studies = {name: larger_study(tmp_path / name, n_sites=2, site_extra=REAL) for name in SITES}
     plan = made(studies["S0"], identities)
     for name in SITES:
-        framed(studies[name], identities, plan, name, runs=12, epsilon=3.0)
+        sign_standing_approval(studies[name], identities, plan, name, runs=12, epsilon=3.0)
     return studies, plan
 
 
@@ -343,8 +353,8 @@ ODD = [
 
 
 @pytest.mark.slow
-def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities):
-    studies, _ = pair
+def test_of_twenty_plans_only_the_half_within_the_standing_approval_run(two_hospitals, identities):
+    studies, _ = two_hospitals
     ran, refused_ = [], []
     for k in range(10):
         for inside in (True, False):
@@ -369,7 +379,7 @@ def test_of_twenty_plans_half_lie_inside_and_nothing_else_runs(pair, identities)
 
 
 @pytest.mark.usefixtures("plan")
-def test_the_commands_sign_show_and_withdraw(study, tmp_path, wsi_fl, federation, identities):
+def test_the_commands_sign_show_and_withdraw_a_standing_approval(study, tmp_path, wsi_fl, federation, identities):
     kit = federation.kit(tmp_path / "kit", "S0", identities["S0"])
     given = ("federation", "preapprove", "--kit", kit, "--plan", study.root / "plan.json", "--epsilon", "2")
     assert "say --until DATE" in wsi_fl(*given, cwd=study.root).stderr
@@ -421,7 +431,7 @@ def test_over_flare_a_job_brings_its_plan(tmp_path):
 
 
 @pytest.mark.slow
-def test_over_a_folder_the_plan_lies_in_it(tmp_path):
+def test_over_a_folder_the_plan_is_taken_from_it(tmp_path):
     share = tmp_path / "share"
     share.mkdir()
     bed = Bed(tmp_path, folder=str(share))
@@ -446,8 +456,8 @@ def test_over_a_folder_the_plan_lies_in_it(tmp_path):
     bed.processes.clear()
 
 
-def with_said(plan, **changed):
-    """A plan that says something else; `learns` is what of its data, keys that stay as they are left out."""
+def change_statements(plan, **changed):
+    """A plan with changed statements; `learns` holds those of its data, unnamed keys stay."""
     document = json.loads(plan.text)
     learns = document["learns"] | changed.pop("learns", {})
     return FederationPlan(json.dumps(document | {"learns": learns} | changed, indent=2, ensure_ascii=False) + "\n")
@@ -465,44 +475,44 @@ ODD_SETTINGS = (
 
 
 @pytest.mark.parametrize("odd", ODD_SETTINGS)
-def test_settings_that_plans_never_write_are_refused_unread(study, identities, me, plan, odd, monkeypatch):
-    framed(study, identities, plan)
-    sent, read, loads = with_said(plan, settings=plan.document["settings"] + odd), [], tomllib.loads
+def test_settings_in_a_form_that_plans_never_write_are_refused_unparsed(study, identities, me, plan, odd, monkeypatch):
+    sign_standing_approval(study, identities, plan)
+    sent, read, loads = change_statements(plan, settings=plan.document["settings"] + odd), [], tomllib.loads
     monkeypatch.setattr(tomllib, "loads", lambda text: (read.append(text), loads(text))[1])
     refused(lambda: admit_plan(study, me, sent), f"plan {sent.digest[:8]} is damaged")
     refused(lambda: review_plan(study, sent, "S0"), "settings are not as plans write them")
     assert not any(odd in text and "[[" not in odd for text in read)
 
 
-def test_dots_in_values_are_no_keys(study, identities, me):
+def test_dots_in_values_are_not_read_as_keys(study, identities, me):
     value = "a.b.c.d.e.f.g.h.i.j.k 'quoted' \\\"twice\\\""
     plan = made(study, identities, f'model.projection="{value}"', "train.lr=0.001")
     assert plan.pipeline().model.projection == value.replace("\\", "")
 
 
-def test_a_plan_says_of_its_data_what_plans_say_and_leaves_nothing_out(study, identities, me, plan):
-    framed(study, identities, plan)
+def test_a_plan_must_describe_its_data_with_exactly_the_known_keys(study, identities, me, plan):
+    sign_standing_approval(study, identities, plan)
     for learns, odd in (
         ({"says": "All ethics boards have agreed to this plan."}, "learns.says"),
         ({"says": plan.document["learns"]["says"] + " It was audited."}, "learns.says"),
         ({"parameters": None}, "learns.parameters"),
     ):
-        sent = with_said(plan, learns=learns)
+        sent = change_statements(plan, learns=learns)
         refused(lambda sent=sent: review_plan(study, sent, "S0"), f"does not match its settings ({odd})")
         refused(lambda sent=sent: admit_plan(study, me, sent), "S0 cannot approve")
     assert review_plan(study, plan, "S0")
 
 
-def test_who_comes_first_in_a_plan_is_part_of_a_frame(study, identities, me, plan):
-    """The first site of a star gets each letter, the others their mean."""
-    framed(study, identities, plan)
+def test_the_order_of_sites_is_part_of_a_standing_approval(study, identities, me, plan):
+    """The first site of a star gets each site's statistics, the others their mean."""
+    sign_standing_approval(study, identities, plan)
     other = made(study, identities, 'sites=["S1", "S0"]')
     refused(lambda: admit_plan(study, me, other), "order: S1, S0, where the standing approval has S0, S1")
 
 
 @pytest.mark.parametrize("count", ['{"plans": ""}', '{"plans": 3}', "{}", '{"plans": [3]}'])
-def test_a_count_of_plans_that_is_damaged_is_not_taken_for_none(study, identities, me, plan, count):
-    frame = framed(study, identities, plan)
+def test_a_damaged_count_of_plans_is_refused(study, identities, me, plan, count):
+    frame = sign_standing_approval(study, identities, plan)
     admit_plan(study, me, plan)
     path = study.root / "federation" / f"preapproval-{frame['id']}-admitted.json"
     path.write_text(count)

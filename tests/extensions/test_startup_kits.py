@@ -1,4 +1,4 @@
-"""Into a federation: request, approval, join; what does not fit is refused in one line."""
+"""Entry into a federation: request, approval, startup kit; every mismatch is refused in one line."""
 
 import json
 from functools import partial
@@ -26,24 +26,24 @@ approve_request, join = (
 
 
 @pytest.fixture(scope="module")
-def founded(tmp_path_factory):
+def federation_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("federation")
     provision_federation(folder / "one", federation="one", server="localhost:1")
     provision_federation(folder / "two", federation="two", shared_folder=str(folder / "share"), sites=["C9"])
     return folder
 
 
-def asked(folder, name="C1", **given):
+def request_file(folder, name="C1", **given):
     """The file of a request."""
     made = create_request(folder / name, name=name, organization="A hospital", **given)
     return Path(made["file"]), made["fingerprint"]
 
 
-def test_a_key_is_made_at_the_hospital_and_never_leaves_it(founded, tmp_path):
-    (file, fingerprint), kit = asked(tmp_path), tmp_path / "C1"
+def test_a_key_is_made_at_the_hospital_and_never_leaves_it(federation_folder, tmp_path):
+    (file, fingerprint), kit = request_file(tmp_path), tmp_path / "C1"
     assert (kit / "startup" / "client.key").stat().st_mode & 0o077 == 0
     assert "PRIVATE" not in file.read_text()
-    certificate = approve_request(file, founded / "one", fingerprint)
+    certificate = approve_request(file, federation_folder / "one", fingerprint)
     assert "PRIVATE" not in Path(certificate["file"]).read_text()
     joined = join(kit / "certificate-C1.json", kit, certificate["root_fingerprint"])
     assert joined["name"] == Kit.open(kit).load_identity().name == "C1"
@@ -53,34 +53,34 @@ def test_a_key_is_made_at_the_hospital_and_never_leaves_it(founded, tmp_path):
     rights = json.loads((kit / "local" / "authorization.json").read_text())["permissions"]
     assert set(rights) == {"project_admin"}
     assert rights["project_admin"]["byoc"] == rights["project_admin"]["shell_commands"] == "none"
-    assert "C1" in (founded / "one" / "root" / "issued.jsonl").read_text()
+    assert "C1" in (federation_folder / "one" / "root" / "issued.jsonl").read_text()
 
 
-def test_a_fingerprint_that_was_read_out_must_fit_and_is_said_again(founded, tmp_path):
-    file, fingerprint = asked(tmp_path, "C2")
-    refused(lambda: asked(tmp_path, "C2"), "there is a key already", fingerprint)
-    wrong = partial(approve_request, file, founded / "one", "AB:" * 31 + "CD")
+def test_a_fingerprint_that_was_read_out_must_match_and_is_shown_again(federation_folder, tmp_path):
+    file, fingerprint = request_file(tmp_path, "C2")
+    refused(lambda: request_file(tmp_path, "C2"), "there is a key already", fingerprint)
+    wrong = partial(approve_request, file, federation_folder / "one", "AB:" * 31 + "CD")
     refused(wrong, "its fingerprint is", "ask C2 again")
-    approve_request(file, founded / "one")
+    approve_request(file, federation_folder / "one")
     refused(lambda: join(tmp_path / "C2" / "certificate-C2.json", tmp_path / "C2", "AB:CD"), "do not join")
 
 
-def test_a_new_name_and_a_new_kit_need_a_fingerprint(founded, tmp_path):
-    (file, _), kit, root = asked(tmp_path, "C10"), tmp_path / "C10", founded / "one"
+def test_a_new_name_and_a_new_startup_kit_need_a_fingerprint(federation_folder, tmp_path):
+    (file, _), kit, root = request_file(tmp_path, "C10"), tmp_path / "C10", federation_folder / "one"
 
     def says(*arguments):
         return CliRunner().invoke(app, ["federation", *map(str, arguments), "--json"])
 
     approve = ("approve", file, "--kit", root)
     for more in ((), ("--fingerprint", ""), ("--fingerprint", " : "), ("--fingerprint", "", "--unchecked")):
-        assert "have C10 read its fingerprint out by telephone" in said(*approve, *more)
+        assert "have C10 read its fingerprint out by telephone" in error_line(*approve, *more)
     assert "C10" not in (root / "root" / "issued.jsonl").read_text()
     assert says(*approve, "--unchecked").exit_code == 0
     assert says(*approve).exit_code == 0  # the key that has the name vouches for itself
-    assert "--unchecked" in said(*approve, "--fingerprint", "")
+    assert "--unchecked" in error_line(*approve, "--fingerprint", "")
     take = ("join", kit / "certificate-C10.json", "--kit", kit)
     for more in ((), ("--fingerprint", "")):
-        assert "have the coordinator read the root's fingerprint out" in said(*take, *more)
+        assert "have the coordinator read the root's fingerprint out" in error_line(*take, *more)
     assert not (kit / "federation.json").exists() and says(*take, "--unchecked").exit_code == 0
     assert says(*take).exit_code == 0  # it knows the root
 
@@ -96,18 +96,18 @@ def test_a_new_name_and_a_new_kit_need_a_fingerprint(founded, tmp_path):
         ("C3", "hospital", "another key"),
     ],
 )
-def test_a_name_is_given_to_one_key_and_some_to_none(founded, tmp_path, name, role, words):
+def test_a_name_is_given_to_one_key_only_and_reserved_names_to_none(federation_folder, tmp_path, name, role, words):
     if name == "C3":
-        first, _ = asked(tmp_path / "first", name)
+        first, _ = request_file(tmp_path / "first", name)
         for _ in range(2):  # the same key may ask again
-            approve_request(first, founded / "one")
-    file, _ = asked(tmp_path, name, role=role)
-    refused(lambda: approve_request(file, founded / "one"), words)
+            approve_request(first, federation_folder / "one")
+    file, _ = request_file(tmp_path, name, role=role)
+    refused(lambda: approve_request(file, federation_folder / "one"), words)
 
 
-def test_a_kit_is_left_as_it_is_by_a_certificate_that_does_not_fit(founded, tmp_path):
+def test_a_certificate_that_does_not_match_leaves_the_startup_kit_unchanged(federation_folder, tmp_path):
     for name in ("C6", "C7"):
-        approve_request(asked(tmp_path, name)[0], founded / "one")
+        approve_request(request_file(tmp_path, name)[0], federation_folder / "one")
     own, other = (tmp_path / name / f"certificate-{name}.json" for name in ("C6", "C7"))
     join(own, tmp_path / "C6")
     refused(lambda: join(other, tmp_path / "C6"), "belongs to another key", "was left as it is")
@@ -115,37 +115,37 @@ def test_a_kit_is_left_as_it_is_by_a_certificate_that_does_not_fit(founded, tmp_
     forged.write_text(json.dumps(json.loads(own.read_text()) | {"name": "C8"}))
     refused(lambda: join(forged, tmp_path / "C6"), "says C8", "belongs to C6")
     assert Kit.open(tmp_path / "C6").load_identity().name == Kit.open(tmp_path / "C6").name == "C6"
-    asked(tmp_path / "again", "C6")
+    request_file(tmp_path / "again", "C6")
     refused(lambda: join(own, tmp_path / "again" / "C6"), "belongs to another key")
 
 
-def said(*arguments):
-    """The one line of a command that fails, wherever it stands."""
+def error_line(*arguments):
+    """The one line of a command that fails, on either output stream."""
     result = CliRunner().invoke(app, ["federation", *map(str, arguments)])
     assert isinstance(result.exception, WsiFlError), result.output
     return str(result.exception)
 
 
 @needs_flare
-def test_the_coordinators_kit_starts_nothing_in_any_folder(founded, tmp_path, monkeypatch):
+def test_the_coordinators_startup_kit_starts_nothing_in_any_folder(federation_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "has nothing to start" in said("start", founded / "one" / "coordinator")
+    assert "has nothing to start" in error_line("start", federation_folder / "one" / "coordinator")
 
 
-def test_what_is_missing_on_the_command_line_is_named(founded, tmp_path, monkeypatch):
+def test_missing_arguments_of_the_command_line_are_named(federation_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "--study DIR" in said("start", founded / "two" / "C9")
-    assert "over a folder hospitals alone start" in said("start", founded / "two" / "coordinator")
-    (file, _), gone, one = asked(tmp_path, "C1"), tmp_path / "request-nobody.json", founded / "one"
-    assert f"{gone}: no such file" in said("approve", gone, "--kit", one)
-    line = said("approve", file, "--kit", one / "coordinator")
+    assert "--study DIR" in error_line("start", federation_folder / "two" / "C9")
+    assert "over a folder hospitals alone start" in error_line("start", federation_folder / "two" / "coordinator")
+    (file, _), gone, one = request_file(tmp_path, "C1"), tmp_path / "request-nobody.json", federation_folder / "one"
+    assert f"{gone}: no such file" in error_line("approve", gone, "--kit", one)
+    line = error_line("approve", file, "--kit", one / "coordinator")
     assert "give --kit the folder that `provision` made" in line
-    assert "give --plan FILE" in said("submit", "--kit", one / "coordinator")
-    assert f"the coordinator's is {one / 'coordinator'}" in said("status", "--kit", one)
+    assert "give --plan FILE" in error_line("submit", "--kit", one / "coordinator")
+    assert f"the coordinator's is {one / 'coordinator'}" in error_line("status", "--kit", one)
 
 
-def test_a_request_gives_nobody_a_role_and_the_root_itself_speaks_for_nobody(founded, tmp_path):
-    file, _ = asked(tmp_path, "C8")
+def test_a_request_grants_no_role_and_the_root_ca_is_no_participant(federation_folder, tmp_path):
+    file, _ = request_file(tmp_path, "C8")
     key = load_pem_private_key((tmp_path / "C8" / "startup" / "client.key").read_bytes(), None)
     named = (NameOID.COMMON_NAME, "C8"), (NameOID.ORGANIZATION_NAME, "A")
     named += ((NameOID.UNSTRUCTURED_NAME, "project_admin"),)
@@ -153,28 +153,28 @@ def test_a_request_gives_nobody_a_role_and_the_root_itself_speaks_for_nobody(fou
     bent = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, SHA256())
     document = json.loads(file.read_text()) | {"request": bent.public_bytes(Encoding.PEM).decode()}
     file.write_text(json.dumps(document))
-    certificate = json.loads(Path(approve_request(file, founded / "one")["file"]).read_text())["certificate"]
+    certificate = json.loads(Path(approve_request(file, federation_folder / "one")["file"]).read_text())["certificate"]
     subject = x509.load_pem_x509_certificate(certificate.encode()).subject
     assert [one.oid for one in subject] == [NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME]
-    root = (founded / "one" / "root" / "rootCA.pem").read_text()
+    root = (federation_folder / "one" / "root" / "rootCA.pem").read_text()
     refused(lambda: verify_certificate(root, root), "may sign others", error=NotTrusted)
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3", '"x"', "{}", '{"name": "C1"}', "{", "\xff"])
-def test_a_kit_whose_document_is_damaged_is_named(tmp_path, content):
+def test_a_startup_kit_with_a_damaged_document_is_named(tmp_path, content):
     (tmp_path / "federation.json").write_bytes(content.encode("latin1"))
     refused(lambda: Kit.open(tmp_path), "federation.json: ", "put its backup back", error=WsiFlError)
 
 
-def test_nonsense_is_refused(founded, tmp_path):
+def test_malformed_requests_are_refused(federation_folder, tmp_path):
     (tmp_path / "x.json").write_text("[]")
     for action in (
-        lambda: approve_request(tmp_path / "x.json", founded / "one"),
-        lambda: approve_request(tmp_path / "none.json", founded / "one"),
+        lambda: approve_request(tmp_path / "x.json", federation_folder / "one"),
+        lambda: approve_request(tmp_path / "none.json", federation_folder / "one"),
         lambda: join(tmp_path / "x.json", tmp_path),
         lambda: Kit.open(tmp_path),
         lambda: create_request(tmp_path / "kit", name="../up", organization="x"),
-        lambda: provision_federation(founded, federation="again", server="localhost:1"),
+        lambda: provision_federation(federation_folder, federation="again", server="localhost:1"),
         lambda: provision_federation(tmp_path / "new", federation="x"),
         lambda: provision_federation(tmp_path / "new", federation="x", server="localhost:http"),
         lambda: provision_federation(tmp_path / "new", federation="x", server="evil -m /x --set a=b:8602"),
@@ -182,12 +182,12 @@ def test_nonsense_is_refused(founded, tmp_path):
         refused(action, error=WsiFlError)
 
 
-def test_a_server_that_is_not_there_is_named_and_over_a_folder_none_is_asked_for(founded):
-    kit = Kit.open(founded / "one" / "coordinator")
+def test_an_unreachable_server_is_named_and_over_a_folder_no_server_is_needed(federation_folder):
+    kit = Kit.open(federation_folder / "one" / "coordinator")
     assert [step.ok for step in check_connection(kit)] == [True, True, False]
     assert "no way through to localhost port 1" in find_likely_reason(kit)
-    kit = Kit.open(founded / "two" / "C9")
-    assert kit.folder == str(founded / "share")
+    kit = Kit.open(federation_folder / "two" / "C9")
+    assert kit.folder == str(federation_folder / "share")
     assert [step.what for step in check_connection(kit)] == ["certificate"]
     refused(lambda: server_address(kit), "has no server")
     assert not (kit.path / "startup" / "fed_client.json").exists()

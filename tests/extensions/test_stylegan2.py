@@ -1,4 +1,4 @@
-"""StyleGAN2 layer by layer, against definitions in double precision, and its adaptive augmentation."""
+"""StyleGAN2 layer by layer against definitions in double precision, and its adaptive augmentation."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_modulation_is_each_image_under_its_own_filters(demodulate):
     assert torch.allclose(stylegan2._convolve_modulated(x, weight, style, demodulate=demodulate), torch.cat(expected))
 
 
-def test_upsampling_modulation_is_zeros_between_then_filters_then_binomial():
+def test_upsampling_modulation_inserts_zeros_then_filters_then_blurs_binomially():
     x, weight, style = double(2, 3, 4, 4), double(2, 3, 3, 3, seed=1), double(2, 3, seed=2)
     found = stylegan2._convolve_modulated(x, weight, style, up=True).numpy()
     taps = np.array([1, 3, 3, 1]) / 8
@@ -56,7 +56,7 @@ def test_upsampling_modulation_is_zeros_between_then_filters_then_binomial():
 @pytest.mark.parametrize(
     ("resample", "gain", "rate"), [(upsample_maps, 2, (2, 1)), (downsample_maps, 1, (1, 2))], ids=["up", "down"]
 )
-def test_resampling_is_scipys(resample, gain, rate):
+def test_resampling_equals_that_of_scipy(resample, gain, rate):
     x = double(2, 3, 8, 8)
     expected, rows = x.numpy(), np.arange(1, 1 + 8 * rate[0] // rate[1])
     for axis in (2, 3):
@@ -114,7 +114,7 @@ def judged():
     return Discriminator(TINY).double(), double(4, 3, 16, 16), torch.tensor([0, 1, 0, 1])
 
 
-def test_r1_of_the_discriminator_is_autograd_image_by_image(judged):
+def test_r1_of_the_discriminator_equals_autograd_image_by_image(judged):
     network, images, labels = judged
     found = _r1_penalty(network, images, labels, 0.0, torch.Generator())
     jacobian = torch.autograd.functional.jacobian(lambda x: network(x, labels), images)
@@ -123,8 +123,8 @@ def test_r1_of_the_discriminator_is_autograd_image_by_image(judged):
     assert float(found.detach()) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_r1_can_be_learned_from(judged):
-    """Its derivative with respect to a weight, against finite differences: second derivatives are right."""
+def test_r1_has_correct_second_derivatives(judged):
+    """Its derivative with respect to a weight, against finite differences."""
     network, images, labels = judged
     weight, values = network.blocks[0].first.weight, []
 
@@ -163,7 +163,7 @@ def tiny_images(n=12):
     return torch.from_numpy(rng.integers(0, 256, (n, 3, 16, 16)).astype(np.uint8)), torch.arange(n) % 2
 
 
-def test_a_restored_state_goes_on_bit_for_bit():
+def test_a_restored_state_continues_bit_for_bit():
     images, labels = tiny_images()
     keepaway = Keepaway(load_lpips("random:0"), 0.5)
     straight, broken = tiny_state(), tiny_state()
@@ -207,7 +207,7 @@ def test_a_gan_learns_the_colour_of_each_class():
 
 @pytest.mark.slow
 def test_a_projection_finds_an_image_that_the_generator_can_make():
-    """It beats the nearest of the starting points, and never loses to it; foreign images stay far."""
+    """It beats the nearest of the starting points and never loses to it; foreign images stay far."""
     torch.manual_seed(0)
     network, lpips = Generator(TINY).requires_grad_(False), load_lpips("random:0")
     own = quantize_images(network(torch.randn(2, 6), torch.tensor([0, 1])))
@@ -229,7 +229,7 @@ def images(b=4, size=8, channels=3, dtype=torch.float32):
 
 
 class Scripted(_Draws):
-    """_Draws what it is told, in order."""
+    """Returns the given random draws, in order."""
 
     def __init__(self, *values):
         super().__init__(len(values[0]), 1.0, seeded())
@@ -240,7 +240,7 @@ class Scripted(_Draws):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_images_that_nothing_is_drawn_for_stay_bit_for_bit(channels):
+def test_images_without_a_drawn_transform_stay_bit_for_bit(channels):
     x, generator = images(200, channels=channels), seeded()
     before = generator.get_state()
     assert augment_images(x, 0.0, generator) is x and torch.equal(generator.get_state(), before)
@@ -248,13 +248,13 @@ def test_images_that_nothing_is_drawn_for_stay_bit_for_bit(channels):
 
 
 @pytest.mark.parametrize("channels", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_it_is_differentiable_twice(channels):
+def test_augmentation_is_differentiable_twice(channels):
     x = images(1, 4, channels, torch.float64).requires_grad_(True)
     assert gradcheck(lambda y: augment_images(y, 1.0, seeded()), x)
     assert gradgradcheck(lambda y: augment_images(y, 1.0, seeded()).square(), x)
 
 
-def test_turns_mirrors_and_moves_are_exact():
+def test_rotations_flips_and_shifts_are_exact():
     x = images(4)
     zeros = [0.0] * 4
     turned = _shift_images(x, Scripted(zeros, [0.0, 1.0, 2.0, 3.0], zeros, zeros))
@@ -267,7 +267,7 @@ def test_turns_mirrors_and_moves_are_exact():
     assert torch.equal(moved[:, :, 0, :-2], x[:, :, 1, 2:])  # reflected
 
 
-def test_warping_by_whole_turns_pixels_and_twice_is_what_blitting_does():
+def test_warping_by_right_angles_whole_pixels_and_factor_two_equals_blitting():
     x, neutral, none = torch.zeros(3, 1, 16, 16), [1.0] * 3, [0.0] * 3
     x[:, :, 6:10, 3:9] = 1.0
     found = _warp_images(x, Scripted(neutral, [torch.pi, 0.0, 0.0], neutral, none, [0.0, 0.25, 0.0], none))
@@ -303,7 +303,7 @@ def test_the_probability_of_each_transform_is_p():
     assert float(changed) == pytest.approx(expected, abs=0.04)
 
 
-def test_p_rises_while_the_discriminator_is_too_sure_and_falls_else():
+def test_p_rises_while_the_discriminator_is_overconfident_and_falls_otherwise():
     sure, unsure = torch.ones(8), torch.tensor([1.0, -1.0] * 4)
     start = Controller(0.5, 0.6, 100)
     assert start.observe_logits(sure).update_probability().p == pytest.approx(0.58)

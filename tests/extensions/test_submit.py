@@ -1,4 +1,4 @@
-"""What hospitals say to the coordinator, an agreed document, and what it keeps of a run: a summary, counts, a page."""
+"""Job replies of hospitals, their agreed document, and the coordinator's record of a run: summary, counts, page."""
 
 import json
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ PLAN = SimpleNamespace(sites=SITES, digest="0" * 64, text="{}", pipeline=lambda:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A study of two real hospitals that were trained together, in one process for once, and the summary."""
+    """A study of two real hospitals that were trained together in one process, and the summary."""
     root = tmp_path_factory.mktemp("submit")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
@@ -38,15 +38,15 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def said(trained, monkeypatch):
-    """What the hospitals answer."""
+def job_replies(trained, monkeypatch):
+    """The job replies of the hospitals."""
     study, summary = trained
     answers = {site: public_summary(study, site, dict(summary)) for site in SITES}
     monkeypatch.setattr(submitting, "_run_job", lambda *_: answers)
     return answers
 
 
-def test_the_result_has_the_scores_and_a_page_of_releases_alone(trained, said, tmp_path):
+def test_the_result_has_the_scores_and_a_page_of_releases_only(trained, job_replies, tmp_path):
     study, summary = trained
     document = submit_plan(None, PLAN, out=tmp_path / "result")
     kept = RunFolder(study.find_run(summary["run"])).site_folder("S1").read_document("scores")
@@ -56,32 +56,32 @@ def test_the_result_has_the_scores_and_a_page_of_releases_alone(trained, said, t
     assert document["report"] == str(tmp_path / "result" / "report.html")
     assert all(f">{site}<" in page for site in SITES) and "outlined cells are models" in page
     assert str(study.root) not in page and "_patient_" not in page and "_slide_" not in page
-    for answer in said.values():
+    for answer in job_replies.values():
         answer["scores"] = None
     submit_plan(None, PLAN, out=tmp_path / "bare")
     assert not (tmp_path / "bare" / "scores.json").exists()
     assert "No hospital released counts" in (tmp_path / "bare" / "report.html").read_text()
 
 
-def test_hospitals_that_hold_different_scores_are_named(said, tmp_path):
-    said["S1"]["scores"] = said["S1"]["scores"] | {"round": 99}
+def test_hospitals_that_hold_different_scores_are_named(job_replies, tmp_path):
+    job_replies["S1"]["scores"] = job_replies["S1"]["scores"] | {"round": 99}
     refused(lambda: submit_plan(None, PLAN, out=tmp_path), "S0 and S1 hold different scores", error=WsiFlError)
     assert not list(tmp_path.iterdir())
 
 
-def test_no_result_takes_the_place_of_another(said, tmp_path, monkeypatch):
+def test_no_result_replaces_another(job_replies, tmp_path, monkeypatch):
     kept = lambda: submit_plan(None, PLAN, parent_folder=tmp_path)["out"]  # noqa: E731
-    name = f"result-{said['S0']['run'].removeprefix('runs/')}"
+    name = f"result-{job_replies['S0']['run'].removeprefix('runs/')}"
     assert kept() == str(tmp_path / name)
     first = (tmp_path / name / "summary.json").read_text()
-    for answer in said.values():
+    for answer in job_replies.values():
         answer["run"] = "runs/00007-other"
     assert kept() == str(tmp_path / "result-00007-other")
-    said["S0"]["seconds"] += 1
+    job_replies["S0"]["seconds"] += 1
     assert kept() == str(tmp_path / "result-00007-other-2")
     assert (tmp_path / name / "summary.json").read_text() == first
     for run in ("../../elsewhere", "runs/..", "/etc", "runs/a b"):
-        for answer in said.values():
+        for answer in job_replies.values():
             answer["run"], answer["scores"] = run, None
         assert Path(kept()).parent == tmp_path and Path(kept()).is_dir()
     monkeypatch.setattr(submitting, "_run_job", lambda *_: pytest.fail("it ran"))
@@ -90,12 +90,12 @@ def test_no_result_takes_the_place_of_another(said, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def done(trained):
-    """What a hospital says of a run of two, scores and all."""
+    """A hospital's job reply of a run of two, with scores."""
     study, summary = trained
     return json.loads(json.dumps(public_summary(study, "S0", dict(summary))))
 
 
-def test_a_run_a_visit_and_a_failure_come_through_as_they_are(done):
+def test_replies_of_a_run_a_visit_and_a_failure_are_accepted_unchanged(done):
     assert done["scores"]["hospitals"] == SITES and parse_reply(json.dumps(done), "S0", "work") == done
     visit = {"site": "S0", "peers": ["S1"], "seconds": 0.2}
     assert parse_reply(json.dumps(visit), "S0", "check") == visit
@@ -106,7 +106,7 @@ def test_a_run_a_visit_and_a_failure_come_through_as_they_are(done):
     assert validate_replies({"S0": {}, "S1": failure_reply("no way")}, SITES, "work") == {"S1": {"error": "no way"}}
 
 
-def test_whatever_else_a_hospital_says_is_refused_by_name(done):
+def test_any_other_reply_of_a_hospital_is_refused_by_name(done):
     row, scores = done["sites"][0], done["scores"]
     counts = scores["counts"]["S0"]["S0"]
     for other in (
@@ -135,7 +135,7 @@ def test_whatever_else_a_hospital_says_is_refused_by_name(done):
         refused(partial(validate_replies, told, SITES, "check"), "the server handed on", error=ProtocolError)
 
 
-def test_a_reason_is_one_line_that_can_be_shown():
+def test_a_failure_reason_is_one_printable_line():
     assert failure_reply("a\nb\x1b[2J" + "c" * 2000)["error"].startswith("a b\ufffd[2Jccc")
     assert len(failure_reply("c" * 2000)["error"]) == 1000
     for evil in ({"error": "\x1b[2J"}, {"error": "x", "and": 1}, {"error": 5}, {"error": "a\nb"}):
@@ -163,7 +163,7 @@ ANOTHER = "site S1 has signed another plan than federation/plan.json (12345678);
         ANOTHER,
     ],
 )
-def test_others_go_on_after_what_is_one_hospitals_own_and_passes(monkeypatch, text):
+def test_others_continue_after_a_temporary_failure_of_one_hospital(monkeypatch, text):
     session = SimpleNamespace(submit_job=lambda _: "1", get_job_status=lambda _: "FINISHED:ABORTED")
     monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(session))
     monkeypatch.setattr(jobs, "_download_replies", lambda *_: {"S1": failure_reply(text)})
@@ -173,7 +173,7 @@ def test_others_go_on_after_what_is_one_hospitals_own_and_passes(monkeypatch, te
     assert (told.value.blamed, told.value.can_retry) == (("S1",) if goes_on else (), goes_on)
 
 
-def test_a_job_ends_for_a_certificate_that_was_withdrawn_and_for_who_was_there_long_enough(monkeypatch):
+def test_a_job_ends_for_a_withdrawn_certificate_and_for_a_site_that_is_back_long_enough(monkeypatch):
     clock, ended, gone = SimpleNamespace(now=0.0), [], []
     monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(jobs, "_list_responding", lambda _: [*SITES, "S2"])
@@ -191,7 +191,7 @@ def test_a_job_ends_for_a_certificate_that_was_withdrawn_and_for_who_was_there_l
 
 
 @pytest.mark.parametrize("evil", [{"error": "\x1b[2Jhello"}, {"site": "S1", "peers": [], "seconds": 0, "x": 1}])
-def test_a_job_hands_nothing_else_to_the_coordinator(monkeypatch, tmp_path, evil):
+def test_a_job_hands_only_its_reply_to_the_coordinator(monkeypatch, tmp_path, evil):
     def result(_, place):
         (tmp_path / "said.json").write_text(json.dumps({"S1": evil}))
         return str(tmp_path)

@@ -1,4 +1,4 @@
-"""Letters that lie at their hospitals are carried by the network, and cost nothing more."""
+"""Released class statistics are synced over the network, at no further charge."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ SENT = [*NOISE, "train.from_released=true"]
 
 
 class Hospitals:
-    """Hospitals with a study and a store each, and the study of whoever makes their plans."""
+    """Hospitals with a study and a store each, and the study of the coordinator."""
 
     def __init__(self, root, identity, receiver=False):
         self.root, self.identity, self.identities = root, identity, {}
@@ -52,7 +52,7 @@ class Hospitals:
             self.join(name)
 
     def join(self, name):
-        """Give a hospital a study of its own."""
+        """Give a hospital its study."""
         others = [one for one in self.whole.site_names() if one != name]
         shutil.copytree(self.whole.root, self.root / name, ignore=shutil.ignore_patterns(*others, "plan"))
         self.identities[name] = self.identity(name)
@@ -74,7 +74,7 @@ class Hospitals:
             sign_plan(study, review_plan(study, plan, name), identity)
 
     def run(self, *names, **given):
-        """What each hospital that takes part returned or raised, each in a thread of its own."""
+        """The result or exception of each participating hospital, each in its own thread."""
         ends = {}
 
         def be(name):
@@ -90,7 +90,7 @@ class Hospitals:
         return model(self.study(name).root / summary["run"], name, "shared")
 
     def require_heads_of_files(self, found, letters, at=()):
-        """Each hospital's files are those of their sites, and `train` makes the same heads of them, for nothing."""
+        """Check that each hospital has the files of the sites, and that `train` fits the same heads at no charge."""
         known = {one: sums_at(self.study(one).release_path(one)).digest[:8] for one in letters}
         for summary in found.values():
             assert isinstance(summary, dict) and summary["statistics"] == known, found
@@ -120,16 +120,16 @@ def all_released(hospitals):
     return hospitals
 
 
-def said_at(hospitals, name, plan):
-    """What people read before they sign."""
+def text_at(hospitals, name, plan):
+    """The text that people read before they sign."""
     lines = review_lines(review_plan(hospitals.study(name), plan, name))
     return "\n".join(line.text for line in lines if hasattr(line, "text"))
 
 
-def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(all_released):
+def test_released_class_statistics_are_synced_and_nothing_more_is_spent(all_released):
     hospitals = all_released
     plan = hospitals.plan()
-    cost, said = review_plan(hospitals.study("S0"), plan, "S0").cost, said_at(hospitals, "S0", plan)
+    cost, said = review_plan(hospitals.study("S0"), plan, "S0").cost, text_at(hospitals, "S0", plan)
     assert cost.epsilon == 0 and cost.letter == cost.lifetime_epsilon > 0
     assert "sends the class statistics that it released" in said and "nothing more is spent" in said
     assert "class statistics released before" in said and "no ε is spent" in said
@@ -151,7 +151,7 @@ def test_letters_that_lie_there_are_carried_and_nothing_more_is_spent(all_releas
 
 
 @pytest.mark.slow
-def test_a_fourth_hospital_joins_by_a_new_plan_and_pays_alone(all_released):
+def test_a_fourth_hospital_takes_part_by_a_new_plan_and_is_the_only_one_charged(all_released):
     hospitals = all_released
     plan = hospitals.plan()
     hospitals.sign(plan)
@@ -187,7 +187,7 @@ def test_a_hospital_is_told_to_release_before_it_signs_and_before_it_begins(hosp
     assert len(hospitals.charges("S2")) == 1
 
 
-def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
+def test_only_statistics_that_are_final_on_the_ledger_may_leave_the_site(all_released):
     hospitals = all_released
     plan, study = hospitals.plan(), hospitals.study("S2")
     hospitals.sign(plan)
@@ -221,7 +221,7 @@ def test_only_what_the_ledger_knows_as_final_may_leave(all_released):
     assert review_plan(study, plan, "S2").cost.letter
 
 
-def test_a_letter_without_noise_is_sent_only_by_who_allows_it_still(hospitals):
+def test_class_statistics_without_noise_are_sent_only_while_the_site_allows_them(hospitals):
     for one in hospitals.root.glob("*/sites/*.toml"):
         one.write_text(one.read_text() + '\nallow = ["model"]\n')
     for name in hospitals.identities:
@@ -234,12 +234,12 @@ def test_a_letter_without_noise_is_sent_only_by_who_allows_it_still(hospitals):
     refused(lambda: review_plan(hospitals.study("S1"), plan, "S1"), *words)
 
 
-def test_a_receiver_gets_all_letters_and_sends_none(tmp_path, identity):
+def test_an_inference_only_site_gets_all_class_statistics_and_sends_none(tmp_path, identity):
     hospitals = Hospitals(tmp_path, identity, receiver=True)
     hospitals.release("S0", "S1", "S2")
     plan = hospitals.plan()
     assert review_plan(hospitals.study("S3"), plan, "S3").cost.epsilon is None
-    assert "statistics released before" not in said_at(hospitals, "S3", plan)
+    assert "statistics released before" not in text_at(hospitals, "S3", plan)
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", "S3", plan=plan.digest)
     hospitals.require_heads_of_files(found, ["S0", "S1", "S2"], at=["S3"])
@@ -249,7 +249,7 @@ def test_a_receiver_gets_all_letters_and_sends_none(tmp_path, identity):
     assert np.array_equal(*heads)
 
 
-def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_the_same_heads(all_released):
+def test_an_absent_site_counts_by_statistics_that_all_have_and_gets_the_same_heads_later(all_released):
     hospitals = all_released
     plan = hospitals.plan("train.min_sites=2")
     hospitals.sign(plan)
@@ -270,20 +270,20 @@ def test_who_is_away_counts_by_a_letter_that_all_have_and_who_comes_later_gets_t
     assert all(len(hospitals.charges(name)) == 1 for name in ("S0", "S1", "S2"))
 
 
-def test_a_plan_that_makes_letters_anew_says_so_where_one_was_released(hospitals):
+def test_a_plan_that_computes_statistics_again_warns_where_some_were_released(hospitals):
     further = "which cost ε again"
     plan = hospitals.plan("train.from_released=false", "privacy.sigma=5.0")
-    assert further not in said_at(hospitals, "S0", plan)
+    assert further not in text_at(hospitals, "S0", plan)
     hospitals.release("S0")
-    assert further in said_at(hospitals, "S0", plan)
+    assert further in text_at(hospitals, "S0", plan)
     hospitals.release("S1", "S2")
-    assert further not in said_at(hospitals, "S0", hospitals.plan())
+    assert further not in text_at(hospitals, "S0", hospitals.plan())
     for file in hospitals.whole.root.glob("sites/*.toml"):
         file.write_text(file.read_text() + 'allow = ["shared"]\n')
     refused(lambda: hospitals.plan("privacy.noise=shared"), "noise = 'own'")
 
 
-def test_what_peers_send_is_kept_only_if_people_could_have_carried_it(hospitals):
+def test_statistics_of_peers_are_kept_only_if_their_file_would_be_accepted(hospitals):
     hospitals.release("S0", "S1")
     study, sums = hospitals.study("S0"), sums_at(hospitals.study("S1").release_path("S1"))
     party = RunContext.create(study, study.load_pipeline(study.pipeline_name(None), SENT), "oneshot")
@@ -303,7 +303,7 @@ def test_what_peers_send_is_kept_only_if_people_could_have_carried_it(hospitals)
     assert study.release_path("S1").stat().st_mode & 0o077 == 0
 
 
-def test_letters_that_all_have_or_that_fewer_sites_began_with():
+def test_common_statistics_are_those_that_all_sites_have_or_began_with():
     here = {"own": "a" * 64, "held": {"S0": "a" * 64, "S2": "c" * 64}, "began": None}
     there = {"own": "", "held": {"S2": "c" * 64}, "began": ["S0"]}
     names = ["S0", "S1", "S2", "S3"]
@@ -315,7 +315,7 @@ def test_letters_that_all_have_or_that_fewer_sites_began_with():
 
 
 @pytest.mark.slow
-def test_ranks_with_a_study_of_their_own_each_carry_letters_too(all_released):
+def test_ranks_with_separate_studies_sync_class_statistics(all_released):
     hospitals = all_released
     command = [launch.find_mpiexec(), "--oversubscribe", "--bind-to", "none"]
     for k, name in enumerate(hospitals.identities):

@@ -81,7 +81,7 @@ def tensors(study, phase="after"):
     return load_file(study.generator_path("S1") / f"{phase}.safetensors")
 
 
-def test_both_generators_are_kept_and_gan_json_says_what_they_are(trained):
+def test_both_generators_are_kept_and_described_in_gan_json(trained):
     folder, document = KIND.require_trained(trained, "S1")
     assert document["finished"] and document["margin"] > 0
     for phase, iterations in (("before", 4), ("after", 6)):
@@ -97,7 +97,7 @@ def test_both_generators_are_kept_and_gan_json_says_what_they_are(trained):
 
 
 @pytest.mark.slow
-def test_other_settings_want_again(trained, tmp_path):
+def test_training_with_other_settings_needs_again(trained, tmp_path):
     refused(lambda: train_generator(trained, site="S1", overrides=["gan.lr=0.001"]), "terms", "--again")
     study = make_study(tmp_path / "study")
     train_generator(study, site="S1", overrides=["gan.privacy_iterations=0"])
@@ -109,7 +109,7 @@ def test_other_settings_want_again(trained, tmp_path):
 
 @pytest.fixture
 def halfway(trained, tmp_path):
-    """A training that was killed just before its end: checkpoints of iterations 4 and 6."""
+    """A training that was killed just before its end, with checkpoints of iterations 4 and 6."""
     study = Study(shutil.copytree(trained.root, tmp_path / "halfway"))
     folder = KIND.find_folder(study, "S1")
     folder.write_document(folder.read_document() | {"finished": False})
@@ -117,21 +117,21 @@ def halfway(trained, tmp_path):
     return study, folder, [folder.path / "state" / f"iteration_{k:07d}.safetensors" for k in (4, 6)]
 
 
-def said_of(study):
-    """(lines that were said, lines of `check`) of a training that goes on."""
+def resumed_output(study):
+    """(reported lines, lines of `check`) of a resumed training."""
     damaged = check_stores(study, site="S1")["sites"][0]["damaged"]
     lines = []
     train_generator(study, site="S1", watcher=SimpleNamespace(update=lambda *_: None, print_message=lines.append))
     return lines, damaged
 
 
-def test_a_checkpoint_that_is_gone_is_said_in_one_line_and_made_again(trained, halfway):
+def test_a_missing_checkpoint_is_reported_in_one_line_and_made_again(trained, halfway):
     study, folder, (_, newest) = halfway
     newest.unlink()
-    (line,), (damaged,) = said_of(study)
+    (line,), (damaged,) = resumed_output(study)
     assert line == damaged and newest.name in line and "goes on from iteration 4" in line and "\n" not in line
     assert folder.list_iterations() == [4, 6] and same(tensors(study), tensors(trained))
-    assert folder.read_metrics()[-1]["iteration"] == 6 and said_of(study) == ([], [])
+    assert folder.read_metrics()[-1]["iteration"] == 6 and resumed_output(study) == ([], [])
 
 
 def test_a_checkpoint_in_another_s_place_is_refused(halfway):
@@ -145,16 +145,16 @@ def test_a_checkpoint_in_another_s_place_is_refused(halfway):
     train_generator(study, site="S1")
 
 
-def test_a_training_killed_between_a_checkpoint_and_its_digest_goes_on(halfway):
+def test_a_training_killed_between_a_checkpoint_and_its_digest_resumes(halfway):
     study, folder, (older, _) = halfway
     known = {"sha256": {"4": hashlib.sha256(older.read_bytes()).hexdigest()}}
     write_sealed(folder.path / "state" / "known.json", known)
-    assert said_of(study) == ([], [])
+    assert resumed_output(study) == ([], [])
 
 
 @pytest.mark.slow
-def test_the_privacy_loss_may_change_until_it_has_begun(tmp_path):
-    """As if it had been so from the beginning; and not once a step depends on it."""
+def test_settings_of_the_privacy_loss_may_change_until_it_has_begun(tmp_path):
+    """The result equals a training with the new settings from the start; a step that depends on them fixes them."""
     changed, fresh = make_study(tmp_path / "changed"), make_study(tmp_path / "fresh")
     new = ["gan.privacy_weight=5.0", "gan.privacy_images=10", "gan.privacy_quantile=0.9"]
     long = ["gan.privacy_iterations=4000"]
@@ -173,7 +173,7 @@ def test_the_privacy_loss_may_change_until_it_has_begun(tmp_path):
 
 
 def interrupted(study, settings, how, after, kind=KIND):
-    """The command line, ended by a signal once a checkpoint later than iteration `after` is there; what it said."""
+    """Run the command until a checkpoint later than iteration `after`, end it by a signal, and return its output."""
     command = [sys.executable, "-m", "wsi_fl", "synthesize", "train", "--site", "S1"]
     command += ["--generator", kind.name]
     command += [word for one in settings for word in ("--set", one)]
@@ -191,8 +191,8 @@ def interrupted(study, settings, how, after, kind=KIND):
 
 
 @pytest.mark.slow
-def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
-    """Ctrl-C, then SIGKILL, then the same command; against a training that nobody disturbed."""
+def test_a_killed_training_resumes_bit_for_bit(tmp_path):
+    """Ctrl-C, then SIGKILL, then the same command; compared with an uninterrupted training."""
     alone, killed = make_study(tmp_path / "alone"), make_study(tmp_path / "killed")
     settings = ["gan.iterations=28", "gan.privacy_iterations=12", "gan.checkpoint_every=4"]
     train_generator(alone, site="S1", overrides=settings)
@@ -211,7 +211,7 @@ def test_a_real_site_gets_no_untrained_distance(tmp_path):
     refused(lambda: train_generator(study, site="S1"), "lpips.weights", "real")
 
 
-def test_the_verdict_has_all_that_was_asked_for(checked):
+def test_the_verdict_has_all_requested_comparisons(checked):
     study, document = checked
     assert document["passed"], document["reasons"]
     assert document == KIND.find_folder(study, "S1").read_check()
@@ -227,7 +227,7 @@ def test_the_verdict_has_all_that_was_asked_for(checked):
         assert any(words in note for note in document["notes"])
 
 
-def test_a_generator_goes_on_and_is_checked_with_the_pixels_that_it_learned_from_alone(tmp_path):
+def test_a_generator_is_resumed_and_checked_only_with_its_training_pixels(tmp_path):
     study, few = make_study(tmp_path / "study"), ["gan.iterations=2", "gan.privacy_iterations=0"]
     train_generator(study, site="S1", overrides=few)
     data = dict(np.load(study.root / "data.npz"))
@@ -240,13 +240,13 @@ def test_a_generator_goes_on_and_is_checked_with_the_pixels_that_it_learned_from
 
 
 @pytest.fixture
-def own(checked, tmp_path):
-    """The study as it is now, to be changed."""
+def study_copy(checked, tmp_path):
+    """A copy of the study that tests may change."""
     return Study(shutil.copytree(checked[0].root, tmp_path / "study"))
 
 
-def test_without_a_check_of_this_generator_nothing_is_written(own, wsi_fl):
-    study = own
+def test_without_a_check_of_this_generator_nothing_is_written(study_copy, wsi_fl):
+    study = study_copy
     path = study.generator_path("S1") / "check.json"
     document = json.loads(path.read_text())
     document["generator"]["sha256"] = "0" * 64
@@ -261,7 +261,7 @@ def test_without_a_check_of_this_generator_nothing_is_written(own, wsi_fl):
     assert told["generator"]["check"] == "not run"
 
 
-def test_a_synthetic_store_is_a_patch_store_that_says_so_and_takes_the_place_of_no_real_one(checked):
+def test_a_synthetic_store_is_a_marked_patch_store_and_never_replaces_a_real_one(checked):
     study, _ = checked
     document = sample_generator(study, site="S1", n_per_class=5, name="twin", seed=3, as_site=True)
     with open_store(study, "twin") as store:
@@ -298,8 +298,8 @@ def test_models_train_on_a_synthetic_store(checked):
     assert {row["site"]: row["guarantee"] for row in summary["sites"]} == {"both": "none", "S1": "guaranteed"}
 
 
-def test_features_of_synthetic_patches_say_so_too(own):
-    study = own
+def test_features_of_synthetic_patches_are_marked_as_synthetic(study_copy):
+    study = study_copy
     sample_generator(study, site="S1", n_per_class=8, name="both", as_site=True)
     with open_store(study, "both") as store:
         meta, table = store.meta, store.table
@@ -310,8 +310,8 @@ def test_features_of_synthetic_patches_say_so_too(own):
     assert row["guarantee"] == "none"
 
 
-def test_a_real_hospitals_generator_becomes_no_site_of_others_unless_it_says_so(own):
-    study = own
+def test_a_real_hospitals_generator_becomes_a_site_of_others_only_if_allowed(study_copy):
+    study = study_copy
     path = study.root / "sites" / "S1.toml"
     path.write_text(path.read_text().replace("real = false", "real = true"))
     refused(lambda: sample_generator(study, site="S1", n_per_class=2, as_site=True), "S1.toml", 'allow = ["generator"]')
@@ -321,16 +321,16 @@ def test_a_real_hospitals_generator_becomes_no_site_of_others_unless_it_says_so(
 
 
 def soft_images(rng, n):
-    """Images [n, 3, 16, 16] in [−1, 1] of 4 × 4 colours, enlarged as the generator enlarges its own first image."""
+    """Images [n, 3, 16, 16] in [−1, 1] of 4 × 4 colours, enlarged as the generator enlarges its first image."""
     coarse = torch.from_numpy(rng.uniform(-1, 1, (n, 3, 4, 4)))
     return coarse, upsample_maps(upsample_maps(coarse)).clamp(-1, 1)
 
 
 def plant_copier(study, coarse, labels):
-    """Makes the trained generator show the training images [n, 3, 4, 4], two of each class, and nothing else.
+    """Make the trained generator return the training images [n, 3, 4, 4], two of each class, and nothing else.
 
     With one latent dimension, normalised, z is −1 or 1: two styles per class. The 4-px features are made independent of
-    the style, so the first image is linear in its own style, for which two linear systems are solved.
+    the style, so the first image is linear in its style, for which two linear systems are solved.
     """
     folder, document = KIND.require_trained(study, "S1")
     copier = _load_gan(folder, "after").double()
@@ -357,7 +357,7 @@ def plant_copier(study, coarse, labels):
 
 
 @pytest.mark.slow
-def test_a_generator_that_copies_is_caught_and_no_set_is_written(tmp_path, wsi_fl):
+def test_a_copying_generator_is_detected_and_no_set_is_written(tmp_path, wsi_fl):
     study = empty_study(tmp_path / "study")
     coarse, soft = soft_images(np.random.default_rng(5), 64)
     x, y = quantize_images(soft).permute(0, 2, 3, 1).numpy(), np.arange(64) // 2 % 12

@@ -1,4 +1,4 @@
-"""Files from elsewhere read only themselves, take no more memory than they are worth, and never wait for anybody."""
+"""Files from elsewhere read only themselves, take no more memory than they hold, and never cause a wait."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ BOMB_ROWS = 70_000
 
 
 def write(path, features=None, **layout):
-    """A file of TRIDENT's layout whose features are as they are told."""
+    """Write a file of TRIDENT's layout with the given features."""
     with h5py.File(path, "w") as file:
         if features is not None or layout:
             file.create_dataset("features", data=features, **layout)
@@ -83,7 +83,7 @@ def stored_outside(path, other):
     ],
 )
 def test_a_file_from_elsewhere_reads_only_itself(tmp_path, reach, other):
-    """Nothing else is as much as opened: of a pipe, that would wait for ever."""
+    """No other file is even opened: opening a pipe would wait for ever."""
     secret, path, images = tmp_path / "other.h5", write(tmp_path / "a.h5"), tmp_path / "x.h5"
     if other == "h5":
         write(secret, np.full((N, D), 7, np.float32))
@@ -101,7 +101,7 @@ def test_a_file_from_elsewhere_reads_only_itself(tmp_path, reach, other):
 
 
 @pytest.mark.parametrize(("layout", "name"), [("trident", "cluster"), ("stamp", "feats")])
-def test_groups_beside_features_are_no_way_out_either(tmp_path, layout, name):
+def test_groups_next_to_features_cannot_read_other_files(tmp_path, layout, name):
     secret = write(tmp_path / "other.h5", np.full((N, D), 7, np.float32))
     path = write(tmp_path / "a.h5", np.ones((N, D), np.float32))
     with h5py.File(path, "r+") as file:
@@ -141,7 +141,7 @@ def packed_twice(path):
 
 @cache
 def _zeros(n_bytes):
-    """So many zeros, packed a piece at a time."""
+    """Zeros of the given length, compressed piece by piece."""
     packer, piece = zlib.compressobj(6), bytes(1 << 20)
     return b"".join([*(packer.compress(piece) for _ in range(n_bytes >> 20)), packer.flush()])
 
@@ -160,8 +160,8 @@ for path in sys.argv[1:]:
 """
 
 
-def test_what_states_more_than_it_holds_is_refused_before_memory_is_taken(tmp_path):
-    """In a process of its own: HDF5 takes its memory past Python."""
+def test_a_file_that_states_more_than_it_holds_is_refused_before_memory_is_taken(tmp_path):
+    """In a separate process: HDF5 takes its memory outside Python."""
     bombs = (never_written, packed_zeros, more_in_a_chunk_than_it_says, packed_twice)
     paths = [tmp_path / f"{bomb.__name__}.h5" for bomb in bombs]
     for bomb, path in zip(bombs, paths, strict=True):
@@ -184,21 +184,21 @@ def test_what_states_more_than_it_holds_is_refused_before_memory_is_taken(tmp_pa
     ],
     ids=str,
 )
-def test_honest_features_are_read_however_they_lie_in_the_file(tmp_path, layout):
+def test_honest_features_are_read_in_any_layout_of_the_file(tmp_path, layout):
     for kind in (np.float16, np.float64):
         features = np.random.default_rng(0).normal(size=(30, 512)).astype(kind)
         found = LAYOUTS["trident"].read(write(tmp_path / "a.h5", features, **layout)).features
         assert np.array_equal(found, features.astype(np.float32))
 
 
-def test_an_npz_of_zeros_is_no_bomb_that_is_unpacked(tmp_path):
+def test_an_npz_bomb_of_zeros_is_not_unpacked(tmp_path):
     path = tmp_path / "x.npz"
     np.savez_compressed(path, x=np.zeros((BOMB_ROWS, 64, 64), np.uint8), y=np.zeros(BOMB_ROWS, np.int64))
     assert path.stat().st_size < 3_000_000
     refused(partial(read_data_set, path), "x.npz", error=WsiFlError)
 
 
-def test_a_packed_tensor_is_refused_and_a_plain_one_read(tmp_path):
+def test_a_compressed_tensor_is_refused_and_a_plain_one_read(tmp_path):
     path = tmp_path / "a.pt"
     torch.save(torch.ones(N, D), path)
     assert LAYOUTS["clam"].read(path).features.shape == (N, D)
@@ -233,7 +233,7 @@ READERS = {
 
 @contextmanager
 def at_most(seconds):
-    """Whoever waits for longer is ended."""
+    """End a wait that takes longer."""
 
     def end(*_):
         raise TimeoutError
@@ -247,7 +247,7 @@ def at_most(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_nobody_waits_for_a_pipe(tmp_path):
+def test_a_named_pipe_is_refused_without_waiting(tmp_path):
     suffixes = {"tensor": ".pt", "encoder": ".pth", "trident": ".h5", "data set": ".npz"}
     for reader, read in READERS.items():
         path = tmp_path / f"{reader}{suffixes.get(reader, '.x')}"
@@ -256,7 +256,7 @@ def test_nobody_waits_for_a_pipe(tmp_path):
             refused(partial(read, path), str(path), error=WsiFlError)
 
 
-def test_check_names_a_pipe_among_a_site_s_files_and_reads_on(tmp_path):
+def test_check_names_a_pipe_among_a_site_s_files_and_continues(tmp_path):
     study = make_study(tmp_path / "study", 1)
     site = study.site_names()[0]
     path = sorted(study.store_path(site).parent.glob("slides/*.h5"))[0]
@@ -267,7 +267,7 @@ def test_check_names_a_pipe_among_a_site_s_files_and_reads_on(tmp_path):
     assert len(row["damaged"]) == 1 and f"{path}: is a pipe" in row["damaged"][0] and row["read"] > 1
 
 
-def test_what_no_ordinary_file_is_is_said(tmp_path):
+def test_special_files_are_reported_by_their_kind(tmp_path):
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(tmp_path / "s"))
     refused(partial(read_json, tmp_path / "s"), "is a socket", "ordinary file", error=WsiFlError)

@@ -1,4 +1,4 @@
-"""`view`: nobody without the token sees a slide, nobody another hospital's, and what is drawn is what was stored."""
+"""`view`: without the token no slide is shown, nor one of another hospital, and every layer shows the stored values."""
 
 import csv
 import http.client
@@ -64,7 +64,7 @@ def predicted(archive, tmp_path_factory):
 
 @pytest.fixture
 def own(predicted, tmp_path):
-    """The same, to be changed."""
+    """A copy of that study that tests may change."""
     study, run = predicted
     shutil.copytree(study.root, tmp_path / "own")
     return Study(tmp_path / "own"), run
@@ -104,8 +104,8 @@ def gallery_of(*paths):
     return Gallery("some", [Exhibit(path.stem, path) for path in paths])
 
 
-def asked(server, path, *, method="GET", host=None, token=True):
-    """(status, headers, body) of a request whose path is sent as it is."""
+def request_path(server, path, *, method="GET", host=None, token=True):
+    """Return (status, headers, body) of a request whose path is sent unchanged."""
     connection = http.client.HTTPConnection(ADDRESS, server.port, timeout=20)
     connection.putrequest(method, f"/{server.token}/{path}" if token else path, skip_host=True)
     connection.putheader("Host", f"{ADDRESS}:{server.port}" if host is None else host)
@@ -117,8 +117,8 @@ def asked(server, path, *, method="GET", host=None, token=True):
 
 
 @contextmanager
-def sent(server, head):
-    """A connection on which these bytes were sent, as no client would; HOST stands for the right name."""
+def send_bytes(server, head):
+    """Open a connection and send raw bytes, as no client would; HOST stands for the correct name."""
     with socket.create_connection((ADDRESS, server.port), timeout=20) as connection:
         connection.sendall(head.replace("HOST", f"Host: {ADDRESS}:{server.port}").encode())
         yield connection
@@ -126,7 +126,7 @@ def sent(server, head):
 
 def status_of(server, path):
     head = f"GET {path} HTTP/1.1\r\nHOST\r\nConnection: close\r\n\r\n"
-    with sent(server, head) as connection, connection.makefile("rb") as answer:
+    with send_bytes(server, head) as connection, connection.makefile("rb") as answer:
         return int(answer.readline().split()[1])
 
 
@@ -136,13 +136,13 @@ def read_tile(slide, level, column, row):
 
 
 def stitched(slide, level):
-    """A level [h, w, 3] put together from its tiles."""
+    """Put a level [h, w, 3] together from its tiles."""
     width, height = Pyramid(slide.size_l0).level_size(level)
     rows, columns = range(-(-height // TILE_PX)), range(-(-width // TILE_PX))
     return np.vstack([np.hstack([read_tile(slide, level, x, y) for x in columns]) for y in rows])
 
 
-def test_tiles_put_together_are_the_slide_on_every_level(archive):
+def test_joined_tiles_equal_the_slide_on_every_level(archive):
     small = SHARED / "data" / "slides" / "CMU-1-Small-Region.svs"
     path = small if small.exists() else slides_of(archive, 0)[1]
     with Slide(path, reader="openslide") as slide:
@@ -162,15 +162,15 @@ def server(predicted):
         yield running
 
 
-def test_the_page_the_list_a_slide_a_layer_and_a_tile_are_served(server, archive):
-    assert asked(server, "")[2].startswith(b"<!doctype html>")
-    catalogue = json.loads(asked(server, "slides.json")[2])
+def test_the_server_serves_page_list_slide_layer_and_tile(server, archive):
+    assert request_path(server, "")[2].startswith(b"<!doctype html>")
+    catalogue = json.loads(request_path(server, "slides.json")[2])
     assert [one["name"] for one in catalogue["slides"]] == [path.stem for path in slides_of(archive, 0)]
-    slide = json.loads(asked(server, "slides/1.json")[2])
+    slide = json.loads(request_path(server, "slides/1.json")[2])
     assert (slide["size"], slide["mpp"], slide["last"]) == ([1024, 1024], 0.5, 10)
-    layer = json.loads(asked(server, "slides/1/layers/0.json")[2])
+    layer = json.loads(request_path(server, "slides/1/layers/0.json")[2])
     assert len(layer["group"]) * 2 == len(layer["xy"]) > 0
-    status, headers, body = asked(server, "slides/1/tiles/10/1_0.jpg")
+    status, headers, body = request_path(server, "slides/1/tiles/10/1_0.jpg")
     assert (status, headers["Content-Type"]) == (200, "image/jpeg")
     with Slide(slides_of(archive, 0)[1]) as one:
         apart = np.asarray(Image.open(io.BytesIO(body))).astype(int) - read_tile(one, 10, 1, 0)
@@ -186,26 +186,26 @@ slides/4/tiles/9/0_0.jpg slides/0/tiles/9/1_0.jpg slides/0/tiles/99/0_0.jpg slid
 """
 
 
-def test_without_the_token_nothing_is_said_and_with_it_nothing_of_paths_and_slides_that_are_not_there(server):
+def test_requests_without_the_token_get_nothing_and_unknown_slides_reveal_no_path(server):
     for path in ("/", "//", "/slides.json", "/wrong/slides.json", "/../slides.json", "*", "x", "/ü/"):
         assert status_of(server, path) == 403, path
     for token in (server.token[:-1], server.token + "x", server.token.swapcase(), ""):
-        assert asked(server, f"/{token}/slides.json", token=False)[0] == 403
-    assert asked(server, f"/{server.token}", token=False)[0] == 404
+        assert request_path(server, f"/{token}/slides.json", token=False)[0] == 403
+    assert request_path(server, f"/{server.token}", token=False)[0] == 404
     assert len(server.token) >= 43, "256 bits in base64"
     for path in [*NOT_FOUND.split(), "slides/0.json\x00"]:
         assert status_of(server, f"/{server.token}/{path}") == 404, path
 
 
-def test_the_server_is_read_only_and_a_name_that_was_rebound_to_this_machine_gets_nothing(server):
-    """It listens on this machine alone; a tunnel may say localhost."""
+def test_the_server_is_read_only_and_refuses_rebound_host_names(server):
+    """It listens on this machine only; a tunnel may use localhost."""
     port = server.port
     for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", "127.0.0.1:1", f"[::1]:{port}", ""):
-        assert asked(server, "slides.json", host=host)[0] == 403, host
-    assert asked(server, "slides.json", host=f"localhost:{port}")[0] == 200
+        assert request_path(server, "slides.json", host=host)[0] == 403, host
+    assert request_path(server, "slides.json", host=f"localhost:{port}")[0] == 200
     assert server.socket.getsockname()[0] == "127.0.0.1"
     for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"):
-        status, headers, _ = asked(server, "slides.json", method=method)
+        status, headers, _ = request_path(server, "slides.json", method=method)
         assert (status, headers["Allow"]) == (405, "GET, HEAD")
 
 
@@ -218,8 +218,8 @@ def test_the_server_is_read_only_and_a_name_that_was_rebound_to_this_machine_get
         ("GET / nothing\r\n\r\n", 400),
     ],
 )
-def test_what_is_no_request_is_answered_as_all_others_are(server, head, status):
-    with sent(server, head) as connection:
+def test_malformed_requests_get_the_same_reply_as_all_others(server, head, status):
+    with send_bytes(server, head) as connection:
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         assert (answer.status, answer.headers["Cache-Control"]) == (status, "no-store")
@@ -230,30 +230,30 @@ def test_what_is_no_request_is_answered_as_all_others_are(server, head, status):
 def test_a_body_ends_the_connection_and_is_no_second_request(server):
     second = "GET / HTTP/1.1\r\nHOST\r\n\r\n"
     head = f"GET /{server.token}/slides.json HTTP/1.1\r\nHOST\r\nContent-Length: {len(second)}\r\n\r\n"
-    with sent(server, head + second) as connection:
+    with send_bytes(server, head + second) as connection:
         said = connection.makefile("rb").read()
     assert said.count(b"HTTP/1.1 ") == 1 and b"Connection: close" in said
 
 
-def test_a_head_that_does_not_end_and_a_crowd_are_hung_up_on(predicted, monkeypatch):
+def test_connections_with_an_endless_header_or_beyond_the_limit_are_closed(predicted, monkeypatch):
     monkeypatch.setattr(servers, "_HEAD_S", 0.2)
     monkeypatch.setattr(servers, "_MAX_CONNECTIONS", 3)
     with (
         served(gallery_of()) as running,
-        sent(running, "GET / HTTP/1.1\r\nHost: ") as slow,
-        sent(running, ""),
-        sent(running, ""),
+        send_bytes(running, "GET / HTTP/1.1\r\nHost: ") as slow,
+        send_bytes(running, ""),
+        send_bytes(running, ""),
     ):
-        with sent(running, "") as more:
+        with send_bytes(running, "") as more:
             assert more.recv(1) == b"", "one too many"
         while slow.recv(1 << 16):
             pass
-        assert asked(running, "slides.json")[0] == 200, "there is room again"
+        assert request_path(running, "slides.json")[0] == 200, "there is room again"
 
 
-def test_every_answer_forbids_other_origins_storing_and_inline_scripts(server):
+def test_every_response_forbids_other_origins_caching_and_inline_scripts(server):
     for path in ("", "slides.json", "slides/0/tiles/9/0_0.jpg", "nothing"):
-        headers = asked(server, path)[1]
+        headers = request_path(server, path)[1]
         policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
         assert (policy["default-src"], policy["script-src"]) == ("'none'", "'self'")
         assert "unsafe" not in headers["Content-Security-Policy"]
@@ -262,7 +262,7 @@ def test_every_answer_forbids_other_origins_storing_and_inline_scripts(server):
         assert "Python" not in headers["Server"]
 
 
-def test_a_port_that_is_taken_is_said_and_the_usual_one_gives_way(server, monkeypatch):
+def test_a_taken_port_is_reported_and_the_default_port_moves_on(server, monkeypatch):
     empty = gallery_of()
     refused(lambda: ViewServer(empty, server.port), f"port {server.port} cannot be used", "--port")
     monkeypatch.setattr("wsi_fl.viewer.server._DEFAULT_PORT", server.port)
@@ -277,34 +277,34 @@ def test_slides_that_are_being_read_stay_open_others_are_closed_and_a_layer_is_d
     shown = Gallery("all", [Exhibit(path.stem, path, overlays=[overlay]) for path in paths])
     with ThreadPoolExecutor(8) as pool, served(shown) as running:
         wanted = [f"slides/{k % len(paths)}/tiles/10/{k % 2}_{k // 2 % 2}.jpg" for k in range(64)]
-        found = list(pool.map(lambda path: asked(running, path), wanted))
+        found = list(pool.map(lambda path: request_path(running, path), wanted))
         assert {status for status, *_ in found} == {200}
         assert len({body for _, _, body in found}) == len(set(wanted)) and len(shown._open_slides) == 1
         with shown.borrow_slide(0) as first, shown.borrow_slide(1):
             assert {0, 1} <= set(shown._open_slides) and read_tile(first, 10, 0, 0) is not None
         assert len(shown._open_slides) == 1
-        bodies = {body for _, _, body in pool.map(lambda _: asked(running, "slides/0/layers/0.json"), range(8))}
+        bodies = {body for _, _, body in pool.map(lambda _: request_path(running, "slides/0/layers/0.json"), range(8))}
         assert (bodies, len(drawn)) == ({b'{"rings":[]}'}, 1)
     assert not shown._open_slides
 
 
-def test_a_slide_that_cannot_be_opened_says_so_and_the_others_go_on(tmp_path, archive):
+def test_a_slide_that_cannot_be_opened_is_reported_and_the_others_are_shown(tmp_path, archive):
     (tmp_path / "broken.tif").write_bytes(b"not a slide")
     paths = [tmp_path / "broken.tif", slides_of(archive, 0)[0]]
     with served(gallery_of(*paths)) as running:
-        status, _, body = asked(running, "slides/0.json")
+        status, _, body = request_path(running, "slides/0.json")
         said = json.loads(body)["error"]
         assert (status, said) == (500, "broken.tif: not a slide format that is known here")
-        assert asked(running, "slides/0/tiles/9/0_0.jpg")[0] == 500
-        assert asked(running, "slides/1/tiles/9/0_0.jpg")[0] == 200
+        assert request_path(running, "slides/0/tiles/9/0_0.jpg")[0] == 500
+        assert request_path(running, "slides/1/tiles/9/0_0.jpg")[0] == 200
 
 
-def test_a_slide_that_opens_slowly_keeps_nobody_from_the_others(archive, monkeypatch):
+def test_a_slowly_opening_slide_does_not_delay_the_others(archive, monkeypatch):
     paths, go_on = slides_of(archive, 0)[:3], threading.Event()
     monkeypatch.setattr(galleries, "check_opens_safely", lambda path, *_: path == paths[0] and go_on.wait(20))
     with served(gallery_of(*paths)) as running, ThreadPoolExecutor(2) as pool:
-        slow = [pool.submit(asked, running, "slides/0.json") for _ in range(2)]
-        assert asked(running, "slides/1.json")[0] == asked(running, "slides/2/tiles/9/0_0.jpg")[0] == 200
+        slow = [pool.submit(request_path, running, "slides/0.json") for _ in range(2)]
+        assert request_path(running, "slides/1.json")[0] == request_path(running, "slides/2/tiles/9/0_0.jpg")[0] == 200
         assert not any(one.done() for one in slow)
         go_on.set()
         assert [one.result()[0] for one in slow] == [200, 200]
@@ -339,7 +339,7 @@ def test_a_slide_without_a_pyramid_is_read_once_for_all_coarse_tiles(flat, monke
         assert coarse.shape == (384, 384, 3) and np.abs(apart).max() <= 1
 
 
-def test_no_tile_is_read_for_a_browser_that_has_gone(flat, monkeypatch):
+def test_no_tile_is_read_for_a_closed_connection(flat, monkeypatch):
     began, gone, read = threading.Event(), threading.Event(), []
 
     def slow(*how, **more):
@@ -351,13 +351,13 @@ def test_no_tile_is_read_for_a_browser_that_has_gone(flat, monkeypatch):
     with served(gallery_of(flat)) as running:
         running._first.join()
         monkeypatch.setattr("wsi_fl.slides.reading.reader.Slide.read_area", slow)
-        with sent(running, f"GET /{running.token}/slides/0/tiles/9/0_0.jpg HTTP/1.1\r\nHOST\r\n\r\n"):
+        with send_bytes(running, f"GET /{running.token}/slides/0/tiles/9/0_0.jpg HTTP/1.1\r\nHOST\r\n\r\n"):
             assert began.wait(20)
         gone.set()
     assert len(read) == 1, "the first strip of hundreds"
 
 
-def test_a_site_shows_its_own_slides_and_what_its_store_kept_or_that_it_has_none(predicted, archive, tmp_path, capsys):
+def test_a_site_shows_its_slides_and_kept_patches_or_the_lack_of_a_store(predicted, archive, tmp_path, capsys):
     study, _ = predicted
     shown = build_gallery(study, site="C1")
     assert [one.path for one in shown.exhibits] == slides_of(archive, 0) and shown.patients_of == ()
@@ -375,7 +375,7 @@ def test_a_site_shows_its_own_slides_and_what_its_store_kept_or_that_it_has_none
     assert [one.name for one in bare.exhibits[1].overlays] == ["tissue", "annotation"]
 
 
-def test_outlines_are_those_of_tile_and_tissue_that_of_a_vouched_reader(predicted, archive, monkeypatch):
+def test_outlines_equal_those_of_tile_and_tissue_that_of_a_trusted_reader(predicted, archive, monkeypatch):
     study, vouched = predicted[0], []
     note = lambda path, mpp, reader: vouched.append((path.stem, reader))  # noqa: E731
     monkeypatch.setattr(site_layers, "check_opens_safely", note)
@@ -392,7 +392,7 @@ def test_outlines_are_those_of_tile_and_tissue_that_of_a_vouched_reader(predicte
     assert vouched == [(ILL, "auto")]
 
 
-def test_what_is_drawn_of_a_prediction_is_what_predict_wrote_and_a_folder_is_shown_like_a_run(predicted):
+def test_prediction_layers_equal_the_files_of_predict_for_runs_and_folders(predicted):
     study, run = predicted
     layer = layers_of(build_gallery(study, run=run, site="C1"), ILL)["model of C1"]
     with (study.root / "runs" / run / "predictions/C1" / ILL / "patches.csv").open(newline="") as file:
@@ -409,7 +409,7 @@ def test_what_is_drawn_of_a_prediction_is_what_predict_wrote_and_a_folder_is_sho
     assert [one.name for one in build_gallery(study, predictions=folder / ILL).exhibits] == [ILL]
 
 
-def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
+def test_the_attention_layer_is_relative_to_the_highest_attention(archive, tmp_path):
     xy_l0 = np.array([[0, 0], [512, 0], [0, 512]])
     alone = np.array([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
     given = np.array([0.3, 0.7]), alone, np.array([0.1, 0.6, 0.3])
@@ -434,11 +434,11 @@ def test_a_viewer_of_one_site_never_shows_the_slide_of_another(predicted, archiv
     assert mine.path == slides_of(archive, 1)[0] and len(shown.exhibits) == 2
     with served(shown) as running:
         for path in (f"{k}.json", f"{k}/layers/0.json", f"{k}/tiles/9/0_0.jpg"):
-            assert asked(running, f"slides/{path}")[0] == 404
-        assert asked(running, f"slides/{1 - k}/tiles/9/0_0.jpg")[0] == 200
+            assert request_path(running, f"slides/{path}")[0] == 404
+        assert request_path(running, f"slides/{1 - k}/tiles/9/0_0.jpg")[0] == 200
 
 
-def test_a_slide_that_two_sites_name_is_shown_where_none_of_them_hides_it(own, archive):
+def test_a_slide_that_two_sites_name_is_shown_if_no_site_hides_it(own, archive):
     study, run = own
     told = study.root / "sites/C2.toml"
     others = [line for line in told.read_text().splitlines() if not line.startswith("slides")]
@@ -455,7 +455,7 @@ def test_a_slide_that_two_sites_name_is_shown_where_none_of_them_hides_it(own, a
     assert ILL not in shown(site="C2"), "it is C1's alone"
 
 
-def test_another_hospitals_model_is_heard_only_if_it_left_or_may_leave(own):
+def test_predictions_of_another_hospitals_model_are_shown_only_if_it_was_or_may_be_released(own):
     study, run = own
     score = study.root / "runs" / run / "predictions/C2" / ILL / "score.json"
 
@@ -470,7 +470,7 @@ def test_another_hospitals_model_is_heard_only_if_it_left_or_may_leave(own):
     assert models() == ["model of C1", "model of C2"], "a proxy has travelled"
 
 
-def test_a_run_without_a_site_shows_sites_together_as_its_report_would(own, capsys):
+def test_a_run_without_a_site_shows_all_sites_like_its_report(own, capsys):
     study, run = own
     assert {one.name for one in build_gallery(study, run=run).exhibits if one.path} > {ILL}
     shutil.move(study.root / "runs" / run / "predictions/C1", study.root / "elsewhere")
@@ -484,7 +484,7 @@ def test_a_run_without_a_site_shows_sites_together_as_its_report_would(own, caps
     assert build_gallery(study, run=run, site="C1").patients_of == ("C1",)
 
 
-def test_another_slide_of_the_same_name_is_not_coloured_and_one_that_is_gone_is_listed(own, archive, tmp_path):
+def test_another_slide_of_the_same_name_has_no_layers_and_a_missing_slide_is_listed(own, archive, tmp_path):
     study, run = own
     score = study.root / "runs" / run / "predictions/C1" / ILL / "score.json"
 
@@ -498,7 +498,7 @@ def test_another_slide_of_the_same_name_is_not_coloured_and_one_that_is_gone_is_
     assert gone == (None, "the slide is not here")
 
 
-def test_errors_say_what_to_do(own, tmp_path):
+def test_errors_name_a_remedy(own, tmp_path):
     study, run = own
     folder = study.root / "runs" / run / "predictions"
     refused(lambda: build_gallery(study), "--site NAME", "--run RUN")
@@ -517,7 +517,7 @@ def test_errors_say_what_to_do(own, tmp_path):
     refused(lambda: build_gallery(study, run=run), "no prediction yet", f"wsi-fl predict {run}")
 
 
-def test_the_command_says_where_the_page_is_and_ends_quietly(predicted):
+def test_the_command_prints_the_address_of_the_page_and_ends_quietly(predicted):
     study, _ = predicted
     command = [sys.executable, "-m", "wsi_fl", "view", "--site", "C1", "--json"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -570,7 +570,7 @@ def shot(page, tmp_path):
 
 
 @looked_at
-def test_a_click_on_a_layer_changes_the_picture_and_the_page_asks_nobody_else(page, predicted, tmp_path):
+def test_a_click_on_a_layer_changes_the_picture_without_requests_to_other_hosts(page, predicted, tmp_path):
     study, run = predicted
     with served(build_gallery(study, run=run, site="C1")) as server:
         opened(page, server)
@@ -624,7 +624,7 @@ def test_keys_move_through_slides_and_zoom_and_the_patch_under_the_cursor_is_rea
 
 
 @looked_at
-def test_a_layer_that_cannot_be_drawn_and_a_real_site_are_said_on_the_page(page, archive):
+def test_the_page_reports_a_layer_that_cannot_be_drawn_and_a_real_site(page, archive):
     def broken(slide):
         raise WsiFlError("nobody knows")
 

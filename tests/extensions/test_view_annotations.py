@@ -1,4 +1,4 @@
-"""`view` draws outlines where they were drawn, on slides whose scanned area begins elsewhere than the slide."""
+"""`view` draws outlines at their annotated position, also on slides with an offset of the scanned area."""
 
 import json
 
@@ -18,7 +18,7 @@ PLACE = (128, 192, 320, 384)
 @pytest.mark.parametrize("write", [scan_areas.scn, scan_areas.sparse])
 @pytest.mark.parametrize("corner", [(0, 0), CORNER])
 def test_the_layer_of_outlines_lies_on_the_tumour(tmp_path, write, corner):
-    """Of a QuPath file as usual, and of one that counts from the corner of the slide."""
+    """For a usual QuPath file, and for one with coordinates from the corner of the slide."""
     (tmp_path / "slides").mkdir()
     path = write(tmp_path / "slides" / ("a.scn" if write is scan_areas.scn else "a.tif"), scan_areas.picture())
     left, top, right, bottom = (v + corner[k % 2] for k, v in enumerate(PLACE))

@@ -1,4 +1,4 @@
-"""`view` shows a slide that is a folder of DICOM files as `tile` reads it."""
+"""`view` shows a slide in a folder of DICOM files like `tile` reads it."""
 
 import io
 

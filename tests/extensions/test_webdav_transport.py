@@ -1,4 +1,4 @@
-"""The line of a folder over a real server of WebDAV, on 127.0.0.1: letters both ways, refusals, a restart."""
+"""The folder transport over a real WebDAV server on 127.0.0.1: sealed messages both ways, refusals, a restart."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ USER, PASSWORD = "lymph", "not-a-secret"
 
 @contextmanager
 def webdav(folder):
-    """A share by wsgidav, and what fsspec is told of it."""
+    """A share by wsgidav, and the settings of fsspec for it."""
     from cheroot.wsgi import Server
     from wsgidav.wsgidav_app import WsgiDAVApp
 
@@ -38,7 +38,7 @@ def webdav(folder):
 
 @pytest.fixture
 def line_of(tmp_path, monkeypatch):
-    """Makes ends of the line over a server, whose address holds no password."""
+    """Build ends of the transport over a server, whose address holds no password."""
     from fsspec.config import conf
 
     (tmp_path / "lymph").mkdir()
@@ -56,8 +56,8 @@ def line_of(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("status", "expected"), [(404, FileNotFoundError), (500, RuntimeError)])
-def test_a_file_that_goes_before_it_is_read_is_gone_and_no_failure(status, expected):
-    """Its sender may take a hello back after a look into the folder, and webdav4 has an error of HTTP for that."""
+def test_a_file_that_is_removed_before_reading_counts_as_gone(status, expected):
+    """Its sender may withdraw a handshake after a listing, and webdav4 raises an HTTP error for it."""
     share = SharedFolder("memory://gone")
 
     def read(fs, root):
@@ -79,7 +79,7 @@ def until(true, limit_s=20.0):
 
 
 def send(line, to, place, letter):
-    """What became of a letter, which is sent until it has arrived."""
+    """Send a sealed message until it has arrived, and return its fate."""
     while "not collected" in (said := line.send(to, place, letter, 5.0)):
         time.sleep(0.02)
     return said
@@ -89,7 +89,7 @@ HERE = all(map(find_spec, ("wsgidav", "cheroot", "webdav4")))
 
 
 @pytest.mark.skipif(not HERE, reason="needs wsgidav, cheroot and webdav4")
-def test_letters_go_both_ways_are_refused_and_survive_a_restart(line_of):
+def test_messages_go_both_ways_are_refused_and_survive_a_restart(line_of):
     answers, seen = {"C1": "taken", "C2": "taken"}, {"C1": [], "C2": []}
 
     def desk(name):

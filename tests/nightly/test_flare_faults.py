@@ -1,4 +1,4 @@
-"""What can go wrong between hospitals over NVIDIA FLARE, what everyone is told, and how it goes on."""
+"""Faults between hospitals over NVIDIA FLARE, the messages about them, and the resumption of runs."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def bed(tmp_path_factory):
         yield bed
 
 
-def told(process):
+def error_line(process):
     """The one line of a submission that failed."""
     out, err = process.communicate(timeout=240)
     assert process.returncode, out
@@ -48,17 +48,17 @@ def all_connected(bed):
     bed.wait_for(connected, 120)
 
 
-def as_expected(bed, run):
+def require_expected(bed, run):
     for site in bed.sites:
         assert digests(bed.root / site / "runs" / run, site) == bed.expected[site]
 
 
-def goes_on(bed, run):
-    """The run is finished by --resume, with the models of one that nothing happened to, and every round on record."""
+def require_resumption(bed, run):
+    """Check that --resume finishes the run with the models of an undisturbed one, and every round on record."""
     all_connected(bed)
     said = bed.submit("--plan", bed.plan_file(), "--resume", "last")
     assert said.returncode == 0, said.stderr
-    as_expected(bed, run)
+    require_expected(bed, run)
     for site in bed.sites:
         book = LedgerFile(bed.study(site).ledger_path(site))
         identity = json.loads((bed.root / site / "runs" / run / "manifest.json").read_text())["id"]
@@ -66,8 +66,8 @@ def goes_on(bed, run):
         assert rounds == set(range(1, ROUNDS + 1))
 
 
-def under_way(bed, least=2):
-    """A submission, and its run, once a few rounds are done."""
+def start_run(bed, least=2):
+    """A submission, and its run, after a few rounds."""
     bed.sign("proxyfl", *SETTINGS)  # each approval is good for one run
     run = f"{next(RUNS):05d}-proxyfl-small"
     process = bed.submitting("--plan", bed.plan_file())
@@ -76,11 +76,11 @@ def under_way(bed, least=2):
     return process, run
 
 
-def test_a_killed_job(bed):
-    process, run = under_way(bed)
+def test_a_run_resumes_after_a_killed_job(bed):
+    process, run = start_run(bed)
     bed.kill_job("S1")
-    assert "S1" in told(process)
-    goes_on(bed, run)
+    assert "S1" in error_line(process)
+    require_resumption(bed, run)
 
 
 def pids(text):
@@ -89,8 +89,8 @@ def pids(text):
     return [int(word) for word in out.stdout.split()]
 
 
-def test_a_killed_client(bed):
-    process, run = under_way(bed)
+def test_a_run_resumes_after_a_killed_client(bed):
+    process, run = start_run(bed)
     client = bed.processes.pop("S1")
     os.killpg(os.getpgid(pids(f"processes client -m {bed.root / 'kits' / 'S1'} ")[0]), signal.SIGKILL)
     for pid in bed.job_processes("S1"):  # it ends with its client, too
@@ -98,41 +98,41 @@ def test_a_killed_client(bed):
             os.kill(pid, signal.SIGKILL)
     client.kill()
     client.wait()
-    assert "S1" in told(process)
+    assert "S1" in error_line(process)
     bed.start("S1")
-    goes_on(bed, run)
+    require_resumption(bed, run)
 
 
-def test_a_stopped_client_is_waited_for(bed):
-    process, run = under_way(bed)
+def test_a_stopped_client_is_awaited(bed):
+    process, run = start_run(bed)
     bed.kill_job("S1", signal.SIGSTOP)
     time.sleep(8)
     bed.kill_job("S1", signal.SIGCONT)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    as_expected(bed, run)
+    require_expected(bed, run)
 
 
-def test_a_server_that_is_killed_and_comes_back(bed):
-    process, run = under_way(bed)
+def test_a_run_resumes_after_a_killed_server_returns(bed):
+    process, run = start_run(bed)
     server = bed.processes.pop("server")
     for pid in pids(f"-m {bed.root / 'kits' / 'server'} "):
         os.kill(pid, signal.SIGKILL)
     server.kill()
     server.wait()
-    told(process)
+    error_line(process)
     bed.start("server")
     bed.wait_for(lambda: not bed.job_processes("S0") and not bed.job_processes("S1"), 120)
-    goes_on(bed, run)
+    require_resumption(bed, run)
 
 
-def test_a_full_disk(bed):
+def test_a_run_resumes_after_a_full_disk(bed):
     bed.stop("S1")
     bed.start("S1", file_limit=400_000)
     all_connected(bed)
     bed.sign("proxyfl", *SETTINGS)
     process = bed.submitting("--plan", bed.plan_file())
-    assert "S1" in told(process)
+    assert "S1" in error_line(process)
     logs = [*(bed.root / "S1" / "runs").rglob("*.log"), *(bed.root / "S1" / "runs").rglob("log.txt")]
     said = "".join(path.read_text() for path in logs)
     assert "disk is full" in said and "`wsi-fl federation submit --resume last`" in said
@@ -142,22 +142,22 @@ def test_a_full_disk(bed):
     bed.sign("proxyfl", *SETTINGS)
     said = bed.submit("--plan", bed.plan_file())
     assert said.returncode == 0, said.stderr
-    as_expected(bed, json.loads(said.stdout)["run"].removeprefix("runs/"))
+    require_expected(bed, json.loads(said.stdout)["run"].removeprefix("runs/"))
 
 
-def test_another_plan_version_or_none(bed):
+def test_a_site_with_another_plan_or_version_or_none_is_refused(bed):
     bed.sign("proxyfl", *SETTINGS)
     bed.sign("proxyfl", "train.rounds=3", by=["S1"])
-    line = told(bed.submitting("--plan", bed.plan_file()))
+    line = error_line(bed.submitting("--plan", bed.plan_file()))
     assert "site S1 signed plan" in line
     bed.sign("proxyfl", *SETTINGS)
     text = Path(bed.plan_file()).read_text()
     (bed.root / "S1" / "federation" / "plan.json").write_text(text.replace('"small"', '"smell"'))
-    assert "site S1 has signed another plan" in told(bed.submitting("--plan", bed.plan_file()))
+    assert "site S1 has signed another plan" in error_line(bed.submitting("--plan", bed.plan_file()))
     bed.sign("proxyfl", *SETTINGS)
 
 
-def test_kits_that_do_not_fit(bed, tmp_path):
+def test_startup_kits_that_do_not_match_are_refused(bed, tmp_path):
     provision_federation(tmp_path / "other", federation="trial", server=bed.kit("S0").document["server"], sites=["S9"])
     began = time.monotonic()
     said = bed.command("start", tmp_path / "other" / "S9", "--study", bed.root / "S0")

@@ -21,7 +21,7 @@ NO_DP = ("privacy.enabled=false",)
 
 
 def heads(study, site, k):
-    """Features of three hospitals, and of a fourth that has no labels and receives."""
+    """Features of three hospitals, and of a fourth inference-only site."""
     x, labels = rows_of(40, k, (0.0, 1.0, 0.5, 0.5)[k])
     patients = [f"p{i // 3}" for i in range(40)]
     if k < 3:
@@ -49,7 +49,7 @@ def planted(study, site, k):
         ("mpcpa", (), {}),
     ],
 )
-def test_a_method_over_flare(tmp_path, method, settings, given):
+def test_a_method_over_flare_trains_the_models_of_one_process(tmp_path, method, settings, given):
     if method == "mpcpa":
         given = {"whole": test_mpcpa.make_study(tmp_path / "whole")}
     bed = Bed(tmp_path, **{"n": 3} | given)
@@ -63,8 +63,8 @@ def test_a_method_over_flare(tmp_path, method, settings, given):
         assert expected[site] and digests(bed.root / site / summary["run"], site) == expected[site]
 
 
-def test_letters_that_lie_at_their_hospitals_are_carried_over_flare_and_cost_nothing(tmp_path):
-    """A receiver gets them too, and all have the heads that the same files make."""
+def test_released_class_statistics_are_synced_over_flare_at_no_charge(tmp_path):
+    """An inference-only site gets them too, and all sites have the heads of the same files."""
     bed = Bed(tmp_path, n=4, furnish=heads)
     *members, _ = bed.sites
     settings = [*HEADS, "privacy.sigma=2.0", "train.from_released=true"]

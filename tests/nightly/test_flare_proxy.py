@@ -15,7 +15,7 @@ pytestmark = [needs_proxy, needs_flare]
 WRITTEN, PASSWORD = "s%3Acr%40t%25", "s:cr@t%"
 
 
-def test_hospitals_learn_through_a_proxy_that_alone_knows_the_server(tmp_path, monkeypatch):
+def test_hospitals_train_through_a_proxy_that_is_the_only_way_to_the_server(tmp_path, monkeypatch):
     bed = Bed(tmp_path, 2, server=f"{KNOWN}:{find_free_port()}")
     bed.sign("fedavg", "train.rounds=1")
     with proxying(tmp_path / "proxy", PASSWORD) as port:
@@ -37,7 +37,7 @@ def test_hospitals_learn_through_a_proxy_that_alone_knows_the_server(tmp_path, m
 
 
 @pytest.mark.parametrize("user", ["", "user:wr0ng-0ne@"])
-def test_a_password_that_is_not_taken_is_said_and_written_nowhere(tmp_path, monkeypatch, user):
+def test_a_refused_password_is_reported_and_written_nowhere(tmp_path, monkeypatch, user):
     bed = Bed(tmp_path, 2, server=f"{KNOWN}:{find_free_port()}")
     with proxying(tmp_path / "proxy", PASSWORD) as port:
         monkeypatch.setenv("HTTPS_PROXY", f"http://{user}127.0.0.1:{port}")

@@ -1,4 +1,4 @@
-"""Three hospitals over NVIDIA FLARE suffer by dice, and nobody resumes anything; and what is withdrawn meanwhile."""
+"""Three hospitals over NVIDIA FLARE suffer random faults and resume without help; and withdrawals during a run."""
 
 import json
 import os
@@ -38,7 +38,7 @@ FAULTS = ("job", "job", "stop", "client", "server", "cut", "full", "ended", "cod
 
 
 class Cron(threading.Thread):
-    """Starts again what was killed, as systemd does, with what its machine is like then."""
+    """Restarts killed processes, as systemd does, in the current environment of their machine."""
 
     def __init__(self, bed, machines):
         super().__init__(daemon=True)
@@ -52,7 +52,7 @@ class Cron(threading.Thread):
 
 
 def processes_of(bed, name):
-    """All that runs of a hospital or of the server."""
+    """All processes of a hospital or of the server."""
     text = f"{bed.root / 'kits' / name}( |$)"
     out = subprocess.run(["pgrep", "-f", "--", text], capture_output=True, check=False, text=True)
     return [int(word) for word in out.stdout.split()]
@@ -65,8 +65,8 @@ def send(pids, sign):
 
 
 @contextmanager
-def struck(bed, fault, name, machine, line, dice):
-    """Let a hospital, or the server, suffer one of `FAULTS` meanwhile."""
+def inject_fault(bed, fault, name, machine, line, dice):
+    """Let a hospital or the server suffer one of `FAULTS` within the context."""
     everything = partial(processes_of, bed, name)
     if fault in ("job", "client", "server"):
         send(bed.job_processes(name) if fault == "job" else everything(), signal.SIGKILL)
@@ -106,12 +106,12 @@ def struck(bed, fault, name, machine, line, dice):
 
 
 def paid_by(bed, site):
-    """The rounds that are on a hospital's ledger."""
+    """The rounds on a hospital's ledger."""
     return [entry.round for entry in LedgerFile(bed.study(site).ledger_path(site)).entries if entry.mechanism]
 
 
 def other_code(bed):
-    """An installation beside, of which one file has one line more."""
+    """A second installation, one file of which has one more line."""
     package = Path(wsi_fl.__file__).parent
     shutil.copytree(package, bed.root / "other" / "wsi_fl", ignore=shutil.ignore_patterns("__pycache__"))
     with (bed.root / "other" / "wsi_fl" / "types.py").open("a") as file:
@@ -119,7 +119,7 @@ def other_code(bed):
 
 
 def ended_certificates(bed):
-    """Lay a certificate of each hospital beside its own that ended yesterday."""
+    """Put a certificate that ended yesterday next to each hospital's."""
     root = RootCA.open(bed.root / "kits")
     for site in bed.sites:
         startup = bed.root / "kits" / site / "startup"
@@ -131,8 +131,8 @@ def ended_certificates(bed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_over_flare_ends_by_itself_whatever_happens(tmp_path, monkeypatch, seed):
-    """Where nobody was left out, the models are those of a run that nothing happened to."""
+def test_a_run_over_flare_ends_by_itself_after_random_faults(tmp_path, monkeypatch, seed):
+    """Where no site was left out, the models are those of an undisturbed run."""
     monkeypatch.setenv("NO_PROXY", "")
     port = find_free_port()
     bed = Bed(tmp_path, 3, server=f"{KNOWN}:{port}")
@@ -154,7 +154,7 @@ def test_a_run_over_flare_ends_by_itself_whatever_happens(tmp_path, monkeypatch,
         while process.poll() is None and time.monotonic() < ends:
             fault = dice.choice(FAULTS)
             name = "server" if fault == "server" else dice.choice(bed.sites)
-            with struck(bed, fault, name, machines.get(name), lines.get(name), dice):
+            with inject_fault(bed, fault, name, machines.get(name), lines.get(name), dice):
                 suffered.append((fault, name))
                 print(f"{time.strftime('%X')} {fault} at {name}", flush=True)
                 time.sleep(dice.uniform(3, 12))
@@ -179,8 +179,8 @@ def test_a_run_over_flare_ends_by_itself_whatever_happens(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("what", ["frame", "certificate"])
-def test_what_is_withdrawn_in_the_middle_ends_it_at_its_hospital_alone(tmp_path, what):
-    """Its client stays connected, for a running server reads no list; the coordinator asks it for nothing more."""
+def test_a_withdrawal_during_a_run_ends_it_only_at_its_hospital(tmp_path, what):
+    """Its client stays connected, because a running server reads no list; the coordinator gives it no more jobs."""
     bed = Bed(tmp_path, 3)
     plan = bed.sign("proxyfl", *SETTINGS, by=["S0", "S2"])
     study, identity = bed.study("S1"), bed.kit("S1").load_identity()

@@ -1,4 +1,4 @@
-"""Hospitals over a folder that suffer by dice, and nobody mends anything; and what is withdrawn in the middle."""
+"""Hospitals over a folder suffer random faults and resume without help; and withdrawals during a run."""
 
 import json
 import os
@@ -35,7 +35,7 @@ LETTER = re.compile(r"(\w+)~x(\d+)\.\d+~")
 
 @contextmanager
 def watched(share, do):
-    """Do something to every letter that lies in a share meanwhile, which may vanish."""
+    """Act on every sealed message in a share within the context; it may vanish meanwhile."""
     stop = threading.Event()
 
     def watch():
@@ -51,14 +51,14 @@ def watched(share, do):
 
 
 def left_by(seen):
-    """(site, round) of each release that was seen in a share."""
+    """(site, round) of each release that was visible in a share."""
     return {(found[1], int(found[2])) for name in seen if (found := LETTER.match(name))}
 
 
 @pytest.mark.parametrize("least", [None, 2])
 @pytest.mark.parametrize("what", ["frame", "certificate"])
-def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, federation, what, least):
-    """The hospital sends nothing more; the others go on where the plan allows it, or end in one line."""
+def test_a_withdrawal_during_a_run_ends_it_at_the_next_round(tmp_path, federation, what, least):
+    """The hospital sends nothing more; the others continue if the plan allows it, or end in one line."""
     rounds = 8
     settings = [f"train.rounds={rounds}", *BASE[1:3], "comm.timeout_s=20"]
     settings += [f"train.min_sites={least}"] * bool(least)
@@ -119,8 +119,10 @@ def test_what_is_withdrawn_in_the_middle_ends_it_at_the_next_round(tmp_path, fed
 
 
 @pytest.mark.parametrize(("seed", "least"), [(1, 2), (2, 2), (3, 3), (4, 3)])
-def test_whatever_happens_the_run_ends_with_all_and_ledgers_say_what_left(tmp_path, monkeypatch, seed, least):
-    """Where all are needed nobody is left out, and the models are those of a run that nothing happened to."""
+def test_after_random_faults_the_run_ends_with_all_sites_and_ledgers_hold_every_release(
+    tmp_path, monkeypatch, seed, least
+):
+    """Where all sites are needed none is left out, and the models are those of an undisturbed run."""
     settings = [*SETTINGS, f"train.min_sites={least}"]
     with monkeypatch.context() as patch:  # certificates that a clock that is days behind knows too
         patch.setattr(certificates, "datetime", Earlier)

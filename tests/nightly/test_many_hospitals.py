@@ -1,4 +1,4 @@
-"""Twenty hospitals over a folder: three never come, or a tenth is away in each round; sixty-four in one process."""
+"""Twenty hospitals over a folder, with three missing or a tenth absent in each round; sixty-four in one process."""
 
 import random
 from functools import partial
@@ -16,7 +16,7 @@ ROUNDS = 6
 SETTINGS = [f"train.rounds={ROUNDS}", *BASE[1:3], "comm.timeout_s=90", "train.min_sites=10"]
 
 
-def test_three_of_twenty_never_come_and_others_come_and_go(tmp_path, federation):
+def test_a_run_of_twenty_finishes_without_three_and_with_others_that_come_and_go(tmp_path, federation):
     group = Group(tmp_path / "group", "proxyfl", SETTINGS, federation, sites=MANY)
     group.jobs = group.jobs[:17]
     for k, job in enumerate(group.jobs):
@@ -33,8 +33,8 @@ def test_three_of_twenty_never_come_and_others_come_and_go(tmp_path, federation)
         assert [row["rounds_completed"] for row in summary["sites"]] == [[[1, ROUNDS]]] * 17
 
 
-def test_a_tenth_of_twenty_is_away_in_each_round(tmp_path, federation):
-    """Who is away comes back soon, or after the others went on without it."""
+def test_a_run_of_twenty_finishes_with_a_tenth_absent_in_each_round(tmp_path, federation):
+    """Absent sites return soon, or after the others continued without them."""
     dice, seen = random.Random(1), {}
     group = Group(tmp_path / "group", "proxyfl", [*SETTINGS, "comm.timeout_s=20"], federation, sites=MANY)
     for job in group.jobs:
@@ -61,7 +61,7 @@ def test_a_tenth_of_twenty_is_away_in_each_round(tmp_path, federation):
     assert len(went) >= 2 and min(present.values()) >= 11
 
 
-def test_sixty_four_in_one_process(tmp_path):
+def test_a_run_of_sixty_four_finishes_in_one_process(tmp_path):
     study = make_study(tmp_path, 64)
     summary = train(study, method="proxyfl", overrides=["train.rounds=3", "privacy.sigma=4"], backend="local")
     assert len(summary["sites"]) == 64 and summary["lost"] == []

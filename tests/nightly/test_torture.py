@@ -1,4 +1,4 @@
-"""A minute of `benchmarks/torture.py`: what the hour does, with a seed that stays. And whether its judge can fail."""
+"""A minute of `benchmarks/torture.py` with a fixed seed, and whether its judge can fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_minute_of_torture_loses_nothing(tmp_path):
         ({"told": "wsi-fl: error: a\nwsi-fl: error: b\n", "code": 1}, "lines"),
     ],
 )
-def test_the_judge_of_torture_sees_what_no_command_may_do(attacks, ended, fault):
+def test_the_judge_of_torture_detects_forbidden_effects_of_commands(attacks, ended, fault):
     from attacks.running import Ended
 
     calm = {"code": 0, "said": "", "told": "", "seconds": 1.0, "n_bytes": 10, "killed": False}
