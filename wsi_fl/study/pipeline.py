@@ -402,9 +402,8 @@ class PrivacySettings(Section):
     """Target ε of all rounds together, at most the site's `max_epsilon`. It replaces `sigma` and `train.batch_size`:
     each site gets the values for its number of rows."""
     unit: Literal["row", "patient"] = "row"
-    """Privacy unit: one row of the store, or all rows of one patient. With "patient" whole patients are sampled,
-    clipped and counted. The default is "patient" for examples that are slides or patients, else "row", as in the
-    papers."""
+    """Privacy unit: one row of the store (a patch), or all rows of one patient. With "patient" whole patients are
+    sampled, clipped and counted. The papers have "row"."""
     max_rows: int = Field(32, ge=1, le=1_000_000)
     """Largest number of rows of one patient in a step, drawn in each step; for `privacy.unit = "patient"`."""
     noise: Literal["own", "shared"] = settings_key(

@@ -125,6 +125,8 @@ def _type_words(field: Mapping[str, Any]) -> str:
 
 
 def _default_text(row: _KeyRow, mark: str = "") -> str:
+    if row["key"] == "privacy.unit":  # follows from the examples (`_default_unit` of a pipeline)
+        return f'{mark}"row"{mark}; {mark}"patient"{mark} for slides and patients'
     if row["default"] is None:
         return "not set"
     return f"{mark}{toml_or_repr(row['default'])}{mark}"

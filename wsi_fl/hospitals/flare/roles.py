@@ -1,8 +1,8 @@
 """Adapter to NVIDIA FLARE 2.9: a controller for its server, an executor for hospitals, and messages between them.
 
 FLARE brings connections, mutual TLS, and processes that are started for a job. It is not trusted: what it carries is
-sealed and signed by `trust.letters`, and its own end-to-end encryption is on as well. A job names the plan that the
-hospitals have signed; everything else about it comes from the hospital's own study.
+sealed and signed by `trust.sealed_messages`, and its own end-to-end encryption is on as well. A job names the plan that
+the hospitals have signed; everything else about it comes from the hospital's own study.
 """
 
 from __future__ import annotations
