@@ -19,8 +19,8 @@ from wsi_fl.learning.cross_site_counts import (
     count_predictions,
     empty_counts,
     pack_counts,
-    packed_size,
     score_cross_site,
+    size_in_bytes,
     unpack_counts,
 )
 from wsi_fl.learning.tasks import score_predictions
@@ -139,7 +139,7 @@ def test_counts_travel_as_bytes_of_a_known_length(n_classes):
     p = rng.dirichlet(np.ones(n_classes), 40)
     some = [count_predictions(p, rng.integers(0, n_classes, 40)), empty_counts(n_classes)]
     values = pack_counts(some)
-    assert values.dtype == np.uint8 and len(values) == packed_size(2, n_classes)
+    assert values.dtype == np.uint8 and len(values) == size_in_bytes(2, n_classes)
     assert unpack_counts(values, 2, n_classes) == some
 
 

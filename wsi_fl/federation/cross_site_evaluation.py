@@ -35,7 +35,7 @@ from wsi_fl.learning.cross_site_counts import (
     count_predictions,
     empty_counts,
     pack_counts,
-    packed_size,
+    size_in_bytes,
     unpack_counts,
 )
 from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
@@ -100,7 +100,7 @@ class _ScoringPlan:
 
     @property
     def n_bytes(self) -> int:
-        return packed_size(*self.shape)
+        return size_in_bytes(*self.shape)
 
     @property
     def schema(self) -> str:

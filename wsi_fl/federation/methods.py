@@ -278,8 +278,12 @@ _BUILT_IN = {
         "FedAvg", "one averaged model, central", COMMON_WITH_DP, step_private, (Disclosure("model", "star"),)
     ),
     "avgpush": Method(
-        "AvgPush", "one model per site, passed on in a graph", COMMON_WITH_DP, step_private, (Disclosure("model",
-    "exponential"),) ),
+        "AvgPush",
+        "one model per site, passed on in a graph",
+        COMMON_WITH_DP,
+        step_private,
+        (Disclosure("model", "exponential"),),
+    ),
     "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, step_private, (Disclosure("model", "ring"),)),
     "fml": Method(
         "FML", "proxies averaged, central", _TAUGHT_PAIR, _step_mutual, (Disclosure("model", "star", "proxy"),)

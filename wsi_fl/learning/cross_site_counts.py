@@ -128,7 +128,7 @@ def empty_counts(n_classes: int) -> PredictionCounts:
     return count_predictions(np.zeros((0, n_classes)), np.zeros(0, np.int64))
 
 
-def packed_size(n_models: int, n_classes: int) -> int:
+def size_in_bytes(n_models: int, n_classes: int) -> int:
     """Return the number of bytes of the packed counts of `n_models` models."""
     values = n_classes**2 + (1 + 3 * N_BINS if n_classes == 2 else 0)
     return n_models * values * _COUNT_DTYPE.itemsize
@@ -153,8 +153,8 @@ def unpack_counts(values: _Flat, n_models: int, n_classes: int) -> list[Predicti
         ValueError: for impossible counts: a number is negative, fractional or too large, bins overlap, or totals
             disagree.
     """
-    if len(values) != packed_size(n_models, n_classes):
-        raise ValueError(f"they have {len(values)} bytes, agreed on {packed_size(n_models, n_classes)}")
+    if len(values) != size_in_bytes(n_models, n_classes):
+        raise ValueError(f"they have {len(values)} bytes, agreed on {size_in_bytes(n_models, n_classes)}")
     rows = np.frombuffer(values.tobytes(), _COUNT_DTYPE).reshape(n_models, -1)
     integers = rows[:, : rows.shape[1] - (N_BINS if n_classes == 2 else 0)]
     if not ((integers >= 0) & (integers <= _MAX_COUNT // max(1, rows.size)) & (integers % 1 == 0)).all():

@@ -299,7 +299,7 @@ def describe_unread_patches(unread: Sequence[tuple[int, int, str]], n: int) -> s
     """Return a line on the unread patches (x, y, reason) of n; None when all were read.
 
     Example:
-        >>> unread_note([(0, 512, "cut short")], 9)
+        >>> describe_unread_patches([(0, 512, "cut short")], 9)
         '1 of 9 patches excluded, at level-0 pixel (0, 512): cut short'
     """
     if not unread:
