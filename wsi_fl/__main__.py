@@ -59,7 +59,7 @@ def main() -> None:
 
 def _usage_message(error: Any) -> str:
     """Return the message on a wrong option, with readable numbers, and with a reason where the value is NaN."""
-    words = error.ctx.command_path.split()[1:] if error.ctx else []
+    words = error.ctx.command_path.removeprefix(error.ctx.find_root().info_name or "").split() if error.ctx else []
     last = getattr(error, "option_name", "") or error.format_message().partition("'")[2].partition("'")[0]
     if why := new_name(" ".join(("wsi-fl", *words, last))):
         return why

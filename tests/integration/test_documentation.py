@@ -230,3 +230,15 @@ def test_an_old_name_is_refused_in_one_line_with_the_new_name(study, monkeypatch
         main()
     said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert ended.value.code == 2 and len(said) == 1 and f"{old} was renamed: use {new}" in said[0]
+
+
+def test_defaults_that_pages_state_are_the_defaults():
+    defaults = {row["key"]: row["default"] for row in find_keys()}
+    stated = []
+    for path in (ROOT / "docs").rglob("*.md"):
+        text = path.read_text("utf-8") if path.name != "configuration.md" else ""
+        stated += re.findall(r"^\| `([a-z]+\.[a-z_]+)` \| `([^`]+)` \|", text, re.MULTILINE)
+        stated += re.findall(r"`([a-z]+\.[a-z_]+)` \((\d+)[^)]*by default\)", text)
+        stated += re.findall(r"`([a-z]+\.[a-z_]+) = \"(\w+)\"`, the default", text)
+    wrong = [(key, value) for key, value in stated if str(defaults[key]).lower().removesuffix(".0") != value.lower()]
+    assert len(stated) >= 5 and not wrong, (stated, wrong)
