@@ -229,7 +229,7 @@ def feasibility_lines(document: Mapping[str, Any]) -> Lines:
             if lacks and site not in question["receivers"]:
                 yield TextLine(f"  {site} may have fewer than {_MIN_PATIENTS} of {', '.join(lacks)}", "yellow")
         for site, gain in question["expected"].items():
-            yield TextLine(f"  {site}: in our study joining brought {gain} (studies/ROUNDS.md)")
+            yield TextLine(f"  {site}: in our study federation gained {gain} (studies/ROUNDS.md)")
         able = "all hospitals" if question["all"] else "not all hospitals"
         yield TextLine(f"  {able} can answer it; in the pipeline: {', '.join(question['pipeline'].splitlines())}")
     if not document["questions"]:
