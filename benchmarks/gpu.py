@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from wsi_fl.learning.examples import Examples, load_batches
+from wsi_fl.data.cohort import Cohort, load_batches
 from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, take_supervised_step
 from wsi_fl.models import create_model
 from wsi_fl.models.encoder import Encoder, build_preset_model, encode_batches
@@ -124,7 +124,7 @@ def of_training(
     learner = Learner(network, lr=1e-4, weight_decay=0.0, device=DEVICE, dp=settings, bfloat16=bfloat16)
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (256, TRAIN_PX, TRAIN_PX, 3)).astype(np.uint8)
-    examples = Examples.from_arrays(pixels, np.arange(256) % 2)
+    examples = Cohort.from_arrays(pixels, np.arange(256) % 2)
     noise = CipherStream.from_entropy()
 
     def rows(n: int) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
@@ -157,7 +157,7 @@ def of_prediction(limit_s: float) -> dict[str, Any]:
     network = create_model("resnet18", n_classes=2, shape=Images(3, TRAIN_PX), seed=0).to(DEVICE).eval()
     n = 512 if DEVICE.type == "cuda" else 32
     pixels = np.random.default_rng(0).integers(0, 256, (n, TRAIN_PX, TRAIN_PX, 3)).astype(np.uint8)
-    examples = Examples.from_arrays(pixels, np.zeros(n))
+    examples = Cohort.from_arrays(pixels, np.zeros(n))
 
     def loop() -> None:
         with torch.no_grad():

@@ -27,11 +27,11 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
+from wsi_fl.data.tasks import NumberTask, SurvivalTask, Task, selection_score
 from wsi_fl.learning.ensemble import is_worse_than_local, single_local_ensemble, weight_by_sample_size
-from wsi_fl.learning.tasks import NumberTask, SurvivalTask, Task, selection_score
 from wsi_fl.learning.tuning import fit_linear_head
-from wsi_fl.models.projection import fit_projection, normalize_rows
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.projection import fit_projection, normalize_rows
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 
 Array = NDArray[Any]

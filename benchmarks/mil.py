@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from wsi_fl.learning.metrics import compute_auroc
-from wsi_fl.learning.survival import compute_concordances, compute_risk
+from wsi_fl.data.metrics import compute_auroc
+from wsi_fl.data.survival import compute_concordances, compute_risk
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore, write_bags

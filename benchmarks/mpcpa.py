@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from wsi_fl.learning.verdict import estimate_mean
+from wsi_fl.evidence.verdict import estimate_mean
 from wsi_fl.stages.prepare.partition import partition_images
 from wsi_fl.stages.runtime.console import ProgressBars
 from wsi_fl.stores.images import read_data_set

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.tasks import CLASSES, SurvivalTask, Task, score_intervals
+from wsi_fl.data.tasks import CLASSES, SurvivalTask, Task, score_intervals
 
 _REPEATS, _SLOW = 1000, 10
 

@@ -28,15 +28,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.federation.in_memory import federate
+from wsi_fl.data.cohort import Cohort
+from wsi_fl.evidence.verdict import Estimate, decide_verdict, estimate_mean
+from wsi_fl.federation.federate import federate
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.ensemble import Ensemble, build_ensemble, single_federated_ensemble
-from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
-from wsi_fl.learning.verdict import Estimate, decide_verdict, estimate_mean
 from wsi_fl.models.mil import build_linear_head
-from wsi_fl.models.projection import normalize_rows
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.projection import normalize_rows
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.privacy_plan import BudgetProposal, list_proposals, propose_plan
 
 Floats = NDArray[np.float64]
@@ -109,7 +109,7 @@ def learned(parts: Sequence[Rows], method: str, epsilon: float, shared: bool, se
     """Return each hospital's model after training together; shared noise is a part of it from each."""
     row, plan = METHODS[method], plan_of(method, len(parts[0].y), epsilon)
     found = federate(
-        {f"S{k}": Examples.from_arrays(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
+        {f"S{k}": Cohort.from_arrays(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
         row,
         private=lambda: build_linear_head(2, FEATURES),
         rounds=ROUNDS,

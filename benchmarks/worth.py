@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from wsi_fl.learning.metrics import SCORES
-from wsi_fl.learning.verdict import estimate_ratio
+from wsi_fl.data.metrics import SCORES
+from wsi_fl.evidence.verdict import estimate_ratio
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_predictions import read_example_scores

@@ -33,20 +33,20 @@ from sklearn.metrics import balanced_accuracy_score
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wsi_fl.federation.in_memory import federate
+from wsi_fl.data.cohort import Cohort
+from wsi_fl.evidence.bench import FeatureTable, SamplingCell, parse_cells, read_table, sample_sites
+from wsi_fl.federation.federate import federate
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.ensemble import build_ensemble
-from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local_training import Learner
 from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
 from wsi_fl.models.mil import build_linear_head
-from wsi_fl.models.projection import Projection, normalize_rows, read_projection
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.projection import Projection, normalize_rows, read_projection
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.privacy_plan import list_proposals, plan_of_round, propose_plan
 from wsi_fl.report.formatting import format_signed
-from wsi_fl.stages.bench import FeatureTable, SamplingCell, parse_cells, read_table, sample_sites
 
 Floats = NDArray[np.float64]
 Answers = Callable[[FeatureTable], Floats]
@@ -150,7 +150,7 @@ def fedprox(draw: Draw, *, mu: float, rounds: int, lr: float, space: str) -> lis
     plan = propose_plan(min(len(part.y) for part in draw.parts), rounds, draw.epsilon, DELTA)
     learned = federate(
         {
-            f"S{k}": Examples.from_arrays(scaled(draw, part.x, space), part.y, part.patient.tolist())
+            f"S{k}": Cohort.from_arrays(scaled(draw, part.x, space), part.y, part.patient.tolist())
             for k, part in enumerate(draw.parts)
         },
         replace(METHODS["fedavg"], step=Prox(mu, lr)),

@@ -39,8 +39,8 @@ from wsi_fl.learning.ensemble import (
     weight_by_sample_size,
 )
 from wsi_fl.learning.tuning import fit_linear_head
-from wsi_fl.models.projection import Projection, fit_projection, normalize_rows
-from wsi_fl.models.shared_head import COUNT_WEIGHT, SharedHead
+from wsi_fl.oneshot.projection import Projection, fit_projection, normalize_rows
+from wsi_fl.oneshot.shared_head import COUNT_WEIGHT, SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.types import WsiFlError
 

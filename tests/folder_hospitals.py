@@ -24,7 +24,7 @@ import numpy as np
 import sklearn.linear_model  # noqa: F401
 import sklearn.model_selection  # noqa: F401
 
-from wsi_fl.federation import loop, secure_aggregation
+from wsi_fl.federation import loop
 from wsi_fl.hospitals.plans import signed_plan
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, plan_path, record_approval
 from wsi_fl.hospitals.transports import secure_comm
@@ -32,6 +32,7 @@ from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work import client
 from wsi_fl.hospitals.work import start as starting
+from wsi_fl.oneshot import secure_aggregation
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.training import ranks
 from wsi_fl.study.folder import Study

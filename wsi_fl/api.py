@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import DataLoader
 
-    from wsi_fl.learning.examples import Examples
+    from wsi_fl.data.cohort import Cohort
     from wsi_fl.slides.reading.reader import Slide
     from wsi_fl.stores.bag_store import BagStore
     from wsi_fl.stores.patch_store import PatchStore
@@ -35,19 +35,19 @@ _MODULES = {
     "Images": "types",
     "Bags": "types",
     "Vectors": "types",
-    "Examples": "learning.examples",
+    "Cohort": "data.cohort",
     "CipherStream": "privacy.cipher",
     "PrivacyPlan": "privacy.privacy_plan",
     "plan_of_round": "privacy.privacy_plan",
     "epsilon": "privacy.accounting",
     "max_tpr": "privacy.accounting",
     "DPTrainer": "privacy.dpsgd",
-    "NoisyStatistics": "privacy.class_statistics",
-    "SharedHead": "models.shared_head",
-    "fit_projection": "models.projection",
+    "NoisyStatistics": "oneshot.class_statistics",
+    "SharedHead": "oneshot.shared_head",
+    "fit_projection": "oneshot.projection",
     "METHODS": "federation.methods",
-    "federate": "federation.in_memory",
-    "score_predictions": "learning.tasks",
+    "federate": "federation.federate",
+    "score_predictions": "data.tasks",
     "WsiFlError": "types",
 }
 """Name → its module."""
@@ -99,17 +99,17 @@ def patches(
     return chosen, (pixels for _, pixels in read)
 
 
-def examples(store: PatchStore | BagStore, split: str = "train") -> Examples:
+def examples(store: PatchStore | BagStore, split: str = "train") -> Cohort:
     """Return the labelled rows of a split, "train", "val" or "test": patches, or a feature store's bags."""
     import numpy as np
 
-    from wsi_fl.learning.examples import Examples, build_bag_examples, select_examples
+    from wsi_fl.data.cohort import Cohort, build_bag_examples, select_examples
     from wsi_fl.stores.patch_store import PatchStore
 
     rows = np.flatnonzero(store.table.split == split)
     if isinstance(store, PatchStore):
         table = store.table
-        return select_examples(Examples(store.read, table.label, table.slide, table.patient), rows)
+        return select_examples(Cohort(store.read, table.label, table.slide, table.patient), rows)
     bags = store
 
     def read(k: int) -> NDArray[np.float32]:
@@ -118,7 +118,7 @@ def examples(store: PatchStore | BagStore, split: str = "train") -> Examples:
     return build_bag_examples(read, bags.table.take(rows), None, n_features=bags.n_features, in_memory=False)
 
 
-def loader(dataset: Examples, *, batch_size: int = 32, shuffle: bool = False) -> DataLoader[int]:
+def loader(dataset: Cohort, *, batch_size: int = 32, shuffle: bool = False) -> DataLoader[int]:
     """Return a PyTorch loader of batches as `build`'s models take them: (inputs, labels int64[b]).
 
     Images are float32[b, channels, h, w] in [−1, 1], features float32[b, d], and bags float32[b, m, d + 1], padded to
@@ -131,7 +131,7 @@ def loader(dataset: Examples, *, batch_size: int = 32, shuffle: bool = False) ->
     import torch
     from torch.utils.data import DataLoader
 
-    from wsi_fl.learning.examples import build_tensor, require_labels
+    from wsi_fl.data.cohort import build_tensor, require_labels
 
     require_labels(dataset)
 

@@ -7,7 +7,7 @@ from conftest import make_study, nightly, refused, write_features
 
 from wsi_fl.demo.run import _STEPS, INPUT_PX, draw_public_patches, random_weights, run_demo
 from wsi_fl.demo.simulated_slides import plan_slides
-from wsi_fl.stages.evaluation.compare import compare_methods
+from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.stages.training.train import train
 
 

@@ -9,9 +9,9 @@ from dicom_files import write_dicom
 from training_runs import trained
 
 from wsi_fl.demo import simulated_slides
+from wsi_fl.oneshot.build_projection import build_projection
 from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.prepare.build_bags import make_features, make_mosaics
-from wsi_fl.stages.prepare.build_projection import build_projection
 from wsi_fl.stages.prepare.check_stores import check_sites
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import estimate_tiling, tile_slides

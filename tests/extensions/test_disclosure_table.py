@@ -16,16 +16,17 @@ import torch
 from conftest import REAL, Told, interrupted_after, larger_pair, nightly, refused, write_store
 from conftest import larger_study as make_study
 
+from wsi_fl.data.cohort import Cohort
+from wsi_fl.data.tasks import score_predictions
 from wsi_fl.federation import loop
 from wsi_fl.federation.cross_site_evaluation import _CountsDigest, _ScoringOffer
 from wsi_fl.federation.membership import MembershipReply, ResumeState, _ReturnReply
 from wsi_fl.federation.preflight import PreflightDocument
-from wsi_fl.federation.secure_aggregation import _HeldSites, _SecretPieces, _SumOffer
 from wsi_fl.hospitals.trust.sealed_messages import Handshake, MessageHeader
 from wsi_fl.hospitals.work.client import SiteGreeting
-from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
-from wsi_fl.learning.tasks import score_predictions
+from wsi_fl.oneshot.secure_aggregation import _HeldSites, _SecretPieces, _SumOffer
+from wsi_fl.oneshot.sync_statistics import StatisticsFile, StatisticsOffer
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
@@ -34,7 +35,6 @@ from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.training import launch, ranks
 from wsi_fl.stages.training.resume import RunRequest, RunState, RunStates, _FolderClaim, _RunProposal, select_run
 from wsi_fl.stages.training.summary import SummaryRow
-from wsi_fl.stages.training.sync_statistics import StatisticsFile, StatisticsOffer
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.stages import mpcpa
@@ -332,7 +332,7 @@ def test_a_diverged_private_model_is_frozen_and_its_proxy_continues(study, monke
 def test_a_model_with_nan_logits_predicts_equal_probabilities():
     images = np.zeros((4, 1, 1, 2), np.float32)
     allowed = np.array([[True, True, True], [True, False, True], [True, True, True], [False, True, False]])
-    examples = Examples(images.__getitem__, np.array([0, 2, 1, 1]), np.full(4, ""), np.full(4, ""), allowed)
+    examples = Cohort(images.__getitem__, np.array([0, 2, 1, 1]), np.full(4, ""), np.full(4, ""), allowed)
     logits = torch.tensor([[np.nan, 0, 0], [np.inf, 0, 1], [-np.inf] * 3, [0, np.nan, 0]])
     answers = predict_examples(lambda x: logits[: len(x)], examples, torch.device("cpu"))
     assert np.isnan(answers).any(1).all()  # `predict` refuses to draw that

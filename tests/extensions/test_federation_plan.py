@@ -34,7 +34,7 @@ from wsi_fl.hospitals.trust.certificates import key_fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work.client import take_part
 from wsi_fl.models import create_model
-from wsi_fl.models.projection import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
+from wsi_fl.oneshot.projection import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
 from wsi_fl.privacy.accounting import epsilon, group_epsilon
 from wsi_fl.privacy.privacy_plan import plan_of_round
 from wsi_fl.runs.run_folder import RunFolder

@@ -31,8 +31,8 @@ from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.sealed_messages import MessageSealer
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work.start import take_part_by_folder
+from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.resume import RunRequest, choose_run, select_run
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study

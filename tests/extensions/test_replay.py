@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional
 
+from wsi_fl.data.cohort import Cohort, build_tensor
+from wsi_fl.data.privacy_units import TrainingSet, _draw_replayed, row_units
 from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.exchange import pass_buffers
@@ -22,8 +24,6 @@ from wsi_fl.federation.message import BYTES, Outgoing, body_length, pack_message
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.site_state import BufferShape, reissue_buffer, release_buffer
 from wsi_fl.federation.topology import list_receivers, list_senders
-from wsi_fl.learning.examples import Examples, build_tensor
-from wsi_fl.learning.privacy_units import TrainingSet, _draw_replayed, row_units
 from wsi_fl.models import create_model
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
@@ -110,7 +110,7 @@ def test_replayed_rows_take_turns(sizes, n, seed):
 def images(rng, n, size_px=16):
     pixels = rng.integers(0, 256, (n, size_px, size_px, 3)).astype(np.uint8)
     name = np.full(n, "x")
-    return Examples(lambda rows: pixels[rows], rng.integers(0, 2, n), name, name)
+    return Cohort(lambda rows: pixels[rows], rng.integers(0, 2, n), name, name)
 
 
 def test_the_loss_of_a_batch_is_half_of_equation_4():

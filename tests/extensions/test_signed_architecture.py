@@ -13,8 +13,8 @@ from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
 from wsi_fl.hospitals.plans.review import review_plan
 from wsi_fl.models import IMAGE_BUILDERS, create_model, parameters_digest, weights
 from wsi_fl.models.encoder import Encoder
+from wsi_fl.oneshot.released_statistics import StatisticsHeader, refuse_mismatch
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.site.released_statistics import StatisticsHeader, refuse_mismatch
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.build_sites import build_preflight, build_site, require_signed_model
 from wsi_fl.stages.training.resume import RunRequest, describe_run

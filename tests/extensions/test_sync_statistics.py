@@ -23,12 +23,13 @@ from wsi_fl.hospitals.plans.build_plan import make_plan
 from wsi_fl.hospitals.plans.dry_run import dry_run_plan
 from wsi_fl.hospitals.plans.review import review_lines, review_plan, sign_plan
 from wsi_fl.hospitals.work.client import LAST, take_part
+from wsi_fl.oneshot import sync_statistics
+from wsi_fl.oneshot.release_statistics import release_statistics
+from wsi_fl.oneshot.released_statistics import encode_file
 from wsi_fl.privacy.ledger_file import digest_values
 from wsi_fl.stages.site.privacy_account import user_head_path
-from wsi_fl.stages.site.released_statistics import encode_file
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training import launch, sync_statistics
-from wsi_fl.stages.training.release_statistics import release_statistics
+from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines

@@ -17,10 +17,10 @@ from conftest import check, patches_of, refused, same, train_generator, write_pa
 from PIL import Image
 from safetensors.torch import load_file
 
+from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.stages.prepare.check_stores import check_sites as check_stores
 from wsi_fl.stages.prepare.partition import partition_images
 from wsi_fl.stages.site.site_data import open_store
-from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bag_store import BagMeta
 from wsi_fl.stores.patch_shards import pack_store

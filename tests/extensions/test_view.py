@@ -27,9 +27,9 @@ from matplotlib import colormaps
 from PIL import Image
 from test_predict import trained_on
 
+from wsi_fl.data.tasks import CLASSES
 from wsi_fl.demo import simulated_slides
 from wsi_fl.demo.simulated_slides.tiff_writer import encode_tiles, write_levels
-from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.evaluation.predict import predict, write_patch_table

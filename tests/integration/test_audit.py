@@ -15,11 +15,10 @@ from scipy.stats import binom, binomtest
 from sklearn.metrics import roc_auc_score
 from training_runs import trained
 
-from wsi_fl.learning.examples import concatenate_examples, load_batches
-from wsi_fl.learning.local_training import example_losses, predict_examples
-from wsi_fl.learning.privacy_units import build_canaries, toss_coins
-from wsi_fl.models import create_model
-from wsi_fl.privacy.attacks import (
+from wsi_fl.data.cohort import concatenate_examples, load_batches
+from wsi_fl.data.privacy_units import build_canaries, toss_coins
+from wsi_fl.evidence import audit_run as stage
+from wsi_fl.evidence.attacks import (
     _GUESS_SHARES,
     CanaryBound,
     _lower_epsilon,
@@ -31,11 +30,12 @@ from wsi_fl.privacy.attacks import (
     roc_points,
     tpr_at_fpr,
 )
+from wsi_fl.evidence.audit_run import _load_audited_models, audit_run, render_audit_lines
+from wsi_fl.learning.local_training import example_losses, predict_examples
+from wsi_fl.models import create_model
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import digest_values
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation import audit_run as stage
-from wsi_fl.stages.evaluation.audit_run import _load_audited_models, audit_run, render_audit_lines
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.runtime.console import print_lines
 from wsi_fl.stages.site.run_context import RunContext

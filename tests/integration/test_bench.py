@@ -16,9 +16,9 @@ from conftest import refused
 from test_plugins import installed
 from training_runs import csv_rows
 
-import wsi_fl.stages.bench as module
+import wsi_fl.evidence.bench as module
 from wsi_fl import plugins
-from wsi_fl.stages.bench import FeatureTable, SamplingCell, parse_cells, read_table, run_benchmark, sample_sites
+from wsi_fl.evidence.bench import FeatureTable, SamplingCell, parse_cells, read_table, run_benchmark, sample_sites
 from wsi_fl.stages.runtime.console import SilentProgress
 from wsi_fl.stores.bag_store import Bag, BagMeta, group_bags, write_bags
 from wsi_fl.types import GridSpec, PatchTable

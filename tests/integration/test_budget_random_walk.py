@@ -16,8 +16,9 @@ from test_oneshot import HEADS
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
+from wsi_fl.oneshot.class_statistics import NoisyStatistics
+from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.privacy import privacy_plan
-from wsi_fl.privacy.class_statistics import NoisyStatistics
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import digest_values
@@ -27,7 +28,6 @@ from wsi_fl.stages.runtime.console import SilentProgress
 from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.ranks import work_as_rank
-from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.stores.bag_store import BagMeta
 from wsi_fl.study.folder import Study

@@ -19,13 +19,12 @@ from scipy import stats
 from test_report import Document
 from training_runs import csv_rows, trained
 
-from wsi_fl.learning.verdict import Estimate, decide_verdict, holm_adjust
-from wsi_fl.report import benefit_figure, comparison_page
-from wsi_fl.report.comparison_page import ChartRow, render_comparison_png
+from wsi_fl.evidence import benefit_figure, compare_runs, comparison_page
+from wsi_fl.evidence.benefit import SeedScores, _estimate_benefit
+from wsi_fl.evidence.compare import compare_methods, render_comparison_lines
+from wsi_fl.evidence.comparison_page import ChartRow, render_comparison_png
+from wsi_fl.evidence.verdict import Estimate, decide_verdict, holm_adjust
 from wsi_fl.report.figures import load_palette
-from wsi_fl.stages.evaluation import compare_runs
-from wsi_fl.stages.evaluation.benefit import SeedScores, _estimate_benefit
-from wsi_fl.stages.evaluation.compare import compare_methods, render_comparison_lines
 from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.runtime.console import TextTable

@@ -10,10 +10,7 @@ from conftest import REAL, make_study, nightly, planned, refused, write_features
 from file_changes import edit, site_file
 from sklearn.metrics import recall_score, roc_auc_score
 
-from wsi_fl.federation import cross_site_evaluation as between
-from wsi_fl.federation.comm import LocalComm
-from wsi_fl.hospitals.work.job_replies import _is_complete
-from wsi_fl.learning.cross_site_counts import (
+from wsi_fl.data.cross_site_counts import (
     MIN_EXAMPLES,
     _score_counts,
     count_predictions,
@@ -23,8 +20,11 @@ from wsi_fl.learning.cross_site_counts import (
     size_in_bytes,
     unpack_counts,
 )
-from wsi_fl.learning.tasks import score_predictions
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.data.tasks import score_predictions
+from wsi_fl.federation import cross_site_evaluation as between
+from wsi_fl.federation.comm import LocalComm
+from wsi_fl.hospitals.work.job_replies import _is_complete
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import PrivacyTerms

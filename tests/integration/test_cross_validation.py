@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from test_slide_bags import make_bag_study
 from training_runs import trained
 
-from wsi_fl.learning.validation import assign_folds
+from wsi_fl.data.validation import assign_folds
+from wsi_fl.evidence.compare import _require_one_store, compare_methods
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import SiteFolder
-from wsi_fl.stages.evaluation.compare import _require_one_store, compare_methods
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_predictions import read_example_scores, read_predictions, write_predictions
 from wsi_fl.stages.site.site_data import SiteData, open_data

@@ -10,15 +10,15 @@ import torch
 from conftest import REAL, make_study, nightly, refused, write_features
 from training_runs import of_site, trained
 
-from wsi_fl.learning.examples import downsample_pixels, pack_bags
+from wsi_fl.data.cohort import downsample_pixels, pack_bags
+from wsi_fl.evidence import benefit_figure
+from wsi_fl.evidence.audit_run import audit_run
+from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.models import create_model
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.export_formats import write_onnx, write_torchscript
-from wsi_fl.models.shared_head import SharedHead, SolvedHead
-from wsi_fl.report import benefit_figure
+from wsi_fl.oneshot.shared_head import SharedHead, SolvedHead
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.audit_run import audit_run
-from wsi_fl.stages.evaluation.compare import compare_methods
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.export_model import export_model
 from wsi_fl.stages.prepare.build_bags import make_features

@@ -14,17 +14,17 @@ from test_per_example_gradients import compare as compare_engine
 from training_runs import csv_rows, trained
 
 from wsi_fl.demo import simulated_slides
+from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.models import IMAGE_BUILDERS, VECTOR_BUILDERS, create_model
 from wsi_fl.models.encoder import build_preset_model
 from wsi_fl.models.presets import PRESETS
-from wsi_fl.models.projection import read_projection
+from wsi_fl.oneshot.build_projection import ExpectedStatistics, build_projection, render_projection_lines
+from wsi_fl.oneshot.projection import read_projection
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.stages.evaluation.compare import compare_methods
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.prepare.build_bags import make_features
-from wsi_fl.stages.prepare.build_projection import ExpectedStatistics, build_projection, render_projection_lines
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.site.encoders import load_encoder

@@ -8,14 +8,14 @@ import pytest
 from conftest import REAL, make_study, refused, write_features
 from file_changes import make_real, site_file
 
-from wsi_fl.learning.validation import PUBLIC_DRAW, HoldoutDraw, draw_held_out
-from wsi_fl.stages.evaluation.audit_run import audit_run
+from wsi_fl.data.validation import PUBLIC_DRAW, HoldoutDraw, draw_held_out
+from wsi_fl.evidence.audit_run import audit_run
+from wsi_fl.oneshot.release_statistics import release_statistics
+from wsi_fl.oneshot.released_statistics import read_statistics
 from wsi_fl.stages.site.holdout_secret import load_holdout_draw, secret_path
-from wsi_fl.stages.site.released_statistics import read_statistics
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import open_data
 from wsi_fl.stages.training.build_sites import build_preflight, build_site, load_training
-from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.types import WsiFlError

@@ -15,12 +15,13 @@ from test_oneshot import head_of, make_hospitals, rows_of
 from test_released_statistics import HEADS, NOISE, released, sums_at
 
 from wsi_fl.demo import simulated_slides
+from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.hospitals.dossier.dossier_page import build_dossier
 from wsi_fl.hospitals.plans.build_plan import make_plan
 from wsi_fl.hospitals.plans.dry_run import dry_run_plan
 from wsi_fl.hospitals.plans.review import review_lines, review_plan
+from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.compare import compare_methods
 from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
 from wsi_fl.stages.evaluation.export_model import ExportResult, build_card, find_model
 from wsi_fl.stages.evaluation.write_report import write_report
@@ -28,7 +29,6 @@ from wsi_fl.stages.prepare.import_export import import_features
 from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import open_data
-from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.run_cost import dry_run, plan_lines
 from wsi_fl.stages.training.train import resume_run, summary_lines, train
 from wsi_fl.stores.bag_store import BagStore

@@ -12,6 +12,8 @@ from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
 from training_runs import of_site, trained
 
+from wsi_fl.data.metrics import _center_scores, find_operating_point
+from wsi_fl.data.validation import roles_of_choice
 from wsi_fl.learning.ensemble import (
     Ensemble,
     build_ensemble,
@@ -19,7 +21,6 @@ from wsi_fl.learning.ensemble import (
     single_federated_ensemble,
     weight_by_sample_size,
 )
-from wsi_fl.learning.metrics import _center_scores, find_operating_point
 from wsi_fl.learning.tuning import (
     HyperParameters,
     _class_balanced_loss,
@@ -28,7 +29,6 @@ from wsi_fl.learning.tuning import (
     softmax,
     tune_hyperparameters,
 )
-from wsi_fl.learning.validation import roles_of_choice
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.training.train import resume_run
 from wsi_fl.stores.patch_store import PatchStore

@@ -15,11 +15,11 @@ from training_runs import trained
 import wsi_fl
 from wsi_fl.models import create_model
 from wsi_fl.models.export_formats import DownsamplingModel, strip_local_statistics, write_onnx, write_torchscript
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.release_statistics import release_statistics
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.export_model import export_model
-from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.types import Bags, Images, Vectors
 
 HERE = [str(Path(of.__file__).parents[1]) for of in (wsi_fl, torch, np)]

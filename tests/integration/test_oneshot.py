@@ -13,15 +13,15 @@ from conftest import interrupted_after, make_study, model, refused, write_featur
 from file_changes import edit, make_real, site_file
 from scipy.stats import chisquare, kstest
 
-from wsi_fl.federation import exchange, secure_aggregation
+from wsi_fl.evidence.audit_run import audit_run
+from wsi_fl.federation import exchange
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.message import Message
-from wsi_fl.models.shared_head import _PATIENT_CLIP, SharedHead
-from wsi_fl.privacy import discrete_noise
+from wsi_fl.oneshot import discrete_noise, secure_aggregation
+from wsi_fl.oneshot.class_statistics import NoisyStatistics
+from wsi_fl.oneshot.shared_head import _PATIENT_CLIP, SharedHead
 from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.class_statistics import NoisyStatistics
-from wsi_fl.stages.evaluation.audit_run import audit_run
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.training.run_cost import dry_run
@@ -279,7 +279,7 @@ def test_a_head_without_local_rows_is_as_confident_as_its_statistics_allow(noise
         heads[0].clear_local_statistics()
         tempered = heads[0](x)
         with monkeypatch.context() as patch:
-            patch.setattr("wsi_fl.models.shared_head._signal_fraction", lambda *_: 1.0)
+            patch.setattr("wsi_fl.oneshot.shared_head._signal_fraction", lambda *_: 1.0)
             bare = heads[0](x)
         assert torch.equal(tempered.argmax(1), bare.argmax(1))
         held.append([float(torch.nn.functional.cross_entropy(one, y)) for one in (tempered, bare)])
@@ -288,7 +288,7 @@ def test_a_head_without_local_rows_is_as_confident_as_its_statistics_allow(noise
 
 
 def test_bags_count_by_their_mean_and_padding_is_ignored():
-    from wsi_fl.learning.examples import pack_bags
+    from wsi_fl.data.cohort import pack_bags
 
     rng = np.random.default_rng(0)
     bags = [rng.normal(size=(m, D)).astype(np.float32) for m in (3, 7)]
@@ -393,7 +393,7 @@ def test_statistics_of_a_much_larger_site_are_accepted(study):
 
 
 def train_and_audit(study, monkeypatch, *overrides):
-    monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 60)
+    monkeypatch.setattr("wsi_fl.evidence.attacks._NOISE_DRAWS", 60)
     run = oneshot(study, *overrides)["run"]
     return study.root / run, audit_run(study, run)
 

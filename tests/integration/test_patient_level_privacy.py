@@ -16,7 +16,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 from torch.nn import functional
 
-from wsi_fl.learning.privacy_units import patient_units, row_units
+from wsi_fl.data.privacy_units import patient_units, row_units
 from wsi_fl.models import create_model
 from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import (

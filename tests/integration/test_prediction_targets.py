@@ -17,13 +17,13 @@ from scipy.stats import binomtest
 from sklearn.metrics import r2_score
 from training_runs import answers
 
-from wsi_fl.learning.cross_site_counts import MIN_EXAMPLES
-from wsi_fl.learning.survival import compute_risk, kaplan_meier
-from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, score_intervals
+from wsi_fl.data.cross_site_counts import MIN_EXAMPLES
+from wsi_fl.data.survival import compute_risk, kaplan_meier
+from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, score_intervals
+from wsi_fl.evidence.clinical_measures import describe_clinically
+from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.report.cross_site_section import render_coordinator
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.clinical_measures import describe_clinically
-from wsi_fl.stages.evaluation.compare import compare_methods
 from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
 from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.evaluation.write_report import write_report

@@ -8,8 +8,8 @@ from conftest import make_study, refused
 from file_changes import edit, make_real, site_file
 from test_oneshot import make_hospitals
 
+from wsi_fl.oneshot.build_projection import build_projection
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.prepare.build_projection import build_projection
 from wsi_fl.stages.site.public_sources import require_public, require_published
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study

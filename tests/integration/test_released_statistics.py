@@ -15,22 +15,22 @@ from file_changes import edit, make_real, site_file
 from safetensors import safe_open
 from test_oneshot import HEADS, D, cut, cut_off, head_of, make_hospitals, rows_of
 
+from wsi_fl.evidence.audit_run import audit_run
 from wsi_fl.federation.preflight import compare_sites
 from wsi_fl.models import create_model
-from wsi_fl.models.projection import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
-from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy import class_statistics as sums
+from wsi_fl.oneshot import class_statistics as sums
+from wsi_fl.oneshot import release_statistics as stage
+from wsi_fl.oneshot.projection import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
+from wsi_fl.oneshot.release_statistics import release_statistics
+from wsi_fl.oneshot.released_statistics import read_statistics
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import digest_values
-from wsi_fl.stages.evaluation.audit_run import audit_run
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
-from wsi_fl.stages.site.released_statistics import read_statistics
 from wsi_fl.stages.training import build_sites
-from wsi_fl.stages.training import release_statistics as stage
-from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.study.folder import Study
@@ -485,7 +485,7 @@ def test_released_files_give_the_same_head_as_a_run_over_the_network(study, monk
 
 
 def test_an_audit_of_files_uses_their_noise_and_a_forged_file_is_refused(study, monkeypatch):
-    monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 60)
+    monkeypatch.setattr("wsi_fl.evidence.attacks._NOISE_DRAWS", 60)
     all_released(study)
     shutil.rmtree(study.store_path("S1").parent)
     document = audit_run(study, joined(study)["run"])

@@ -15,7 +15,7 @@ from conftest import REAL, make_study, nightly
 from file_changes import make_real
 from PIL import Image
 
-from wsi_fl.learning.verdict import Estimate, decide_verdict
+from wsi_fl.evidence.verdict import Estimate, decide_verdict
 from wsi_fl.report.run_page import render_run_page
 from wsi_fl.report.run_sections import Page, build_headline
 from wsi_fl.runs.run_folder import RunFolder

@@ -9,10 +9,10 @@ import torch
 
 from wsi_fl.federation.comm import LocalComm, PeerTimeout
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.federation.secure_aggregation import aggregate_statistics
 from wsi_fl.federation.site_state import Site
 from wsi_fl.learning.local_training import Learner
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.secure_aggregation import aggregate_statistics
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
 from wsi_fl.privacy.privacy_plan import plan_of_round
 from wsi_fl.runs.site_folder import SiteFolder

@@ -14,9 +14,7 @@ from test_per_example_gradients import compare
 from torch.nn import functional
 from training_runs import answers, csv_rows, trained
 
-from wsi_fl.demo import simulated_slides
-from wsi_fl.federation.methods import METHODS
-from wsi_fl.learning.examples import (
+from wsi_fl.data.cohort import (
     build_bag_examples,
     build_unlabelled_bags,
     concatenate_examples,
@@ -25,6 +23,9 @@ from wsi_fl.learning.examples import (
     pack_bags,
     sample_patches,
 )
+from wsi_fl.demo import simulated_slides
+from wsi_fl.evidence.audit_run import audit_run
+from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.local_training import predict_examples
 from wsi_fl.models import BAG_BUILDERS, create_model, mil
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan_mechanism
@@ -32,7 +33,6 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import _sum_unit_gradients
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.privacy.row_independence import model_origin
-from wsi_fl.stages.evaluation.audit_run import audit_run
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.evaluation.slide_predictor import load_predictor

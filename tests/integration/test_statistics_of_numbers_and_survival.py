@@ -11,21 +11,21 @@ from sklearn.linear_model import LinearRegression, Ridge
 from test_prediction_targets import NUMBER, OPEN, SURVIVAL, make, sksurv
 from training_runs import answers, of_site, trained
 
+from wsi_fl.data.survival import compute_risk
+from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask
+from wsi_fl.evidence.audit_run import audit_run
 from wsi_fl.hospitals.plans.disclosures import list_disclosures
 from wsi_fl.learning.ensemble import Ensemble, is_worse_than_local
 from wsi_fl.learning.local_training import DPSettings, Learner, compute_statistics
-from wsi_fl.learning.survival import compute_risk
-from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask
 from wsi_fl.learning.tuning import fit_linear_head
-from wsi_fl.models.shared_head import SharedHead, _hazard_baseline, _number_baseline
+from wsi_fl.oneshot.class_statistics import NoisyStatistics, explain_invalid_statistics
+from wsi_fl.oneshot.release_statistics import release_statistics
+from wsi_fl.oneshot.shared_head import SharedHead, _hazard_baseline, _number_baseline
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.class_statistics import NoisyStatistics, explain_invalid_statistics
-from wsi_fl.stages.evaluation.audit_run import audit_run
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.build_sites import _list_settings
-from wsi_fl.stages.training.release_statistics import release_statistics
 from wsi_fl.types import Bags, WsiFlError
 
 D, ENDS = 24, (6.0, 12.0, 24.0)

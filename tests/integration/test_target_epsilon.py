@@ -6,9 +6,9 @@ import pytest
 from conftest import REAL, interrupted_after, make_study, nightly, refused, write_store
 from file_changes import edit, site_file
 
+from wsi_fl.evidence.compare_runs import FinishedRun
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.compare_runs import FinishedRun
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site import privacy_account
 from wsi_fl.stages.site.privacy_account import build_terms, plan_round

@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import REAL, interrupted_after, make_study, metrics, model, published, refused, same
 
+from wsi_fl.evidence.audit_run import audit_run
 from wsi_fl.federation import preflight
 from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
 from wsi_fl.hospitals.plans.review import review_lines, review_plan
 from wsi_fl.models import StartWeights, create_model, schema_digest
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.audit_run import audit_run
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.export_model import export_model
 from wsi_fl.stages.runtime.console import print_lines

@@ -11,7 +11,7 @@ from hospitals import INSECURE, Bed, digests
 from test_oneshot import HEADS, rows_of
 from test_replay import plant
 
-from wsi_fl.stages.training.release_statistics import release_statistics
+from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.stages.training.train import train
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import UNLABELLED

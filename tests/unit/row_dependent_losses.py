@@ -10,7 +10,7 @@ from builders import Net
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.learning.tasks import CLASSES, MutualLoss, NumberTask, SurvivalTask
+from wsi_fl.data.tasks import CLASSES, MutualLoss, NumberTask, SurvivalTask
 from wsi_fl.models import create_model
 from wsi_fl.models.mil import build_deepset
 from wsi_fl.types import Bags, Images

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wsi_fl.learning.verdict import Estimate, decide_verdict
-from wsi_fl.report.benefit_figure import _VERDICT_WORDS as words_of_verdicts
+from wsi_fl.evidence.benefit_figure import _VERDICT_WORDS as words_of_verdicts
+from wsi_fl.evidence.verdict import Estimate, decide_verdict
 from wsi_fl.stores.bag_store import BagMeta, BagStore
 from wsi_fl.types import GridSpec
 

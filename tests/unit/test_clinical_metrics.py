@@ -17,12 +17,12 @@ from sklearn.metrics import average_precision_score, recall_score, roc_auc_score
 from sklearn.model_selection import cross_val_predict
 from statsmodels.stats.proportion import proportion_confint
 
-from wsi_fl.learning import clinical_metrics, sample_size
-from wsi_fl.learning.clinical_metrics import _Interval
-from wsi_fl.learning.prediction_table import PredictionTable
-from wsi_fl.report.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
+from wsi_fl.data.prediction_table import PredictionTable
+from wsi_fl.evidence import clinical_measures as stage
+from wsi_fl.evidence import clinical_metrics, sample_size
+from wsi_fl.evidence.clinical_metrics import _Interval
+from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
 from wsi_fl.slides.patching.mosaic import _find_candidates
-from wsi_fl.stages.evaluation import clinical_measures as stage
 from wsi_fl.stages.evaluation import predict
 
 

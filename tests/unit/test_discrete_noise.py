@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest, norm
 
-from wsi_fl.privacy import discrete_noise
+from wsi_fl.oneshot import discrete_noise
+from wsi_fl.oneshot.discrete_noise import discrete_gaussian, noise_multiplier, quantization_sensitivity, share_sigma
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.discrete_noise import discrete_gaussian, noise_multiplier, quantization_sensitivity, share_sigma
 from wsi_fl.types import WsiFlError
 
 SURE = 1e-4

@@ -8,9 +8,9 @@ import torch
 from conftest import refused
 from torch import nn
 
-from wsi_fl.api import Examples, NoisyStatistics, SharedHead, federate, loader, plan_of_round
+from wsi_fl.api import Cohort, NoisyStatistics, SharedHead, federate, loader, plan_of_round
+from wsi_fl.data.tasks import NumberTask, SurvivalTask
 from wsi_fl.learning.local_training import DPSettings, Learner, take_supervised_step
-from wsi_fl.learning.tasks import NumberTask, SurvivalTask
 from wsi_fl.models import create_model
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.system.tensors import load_tensors, save_tensors
@@ -23,7 +23,7 @@ BAGS = [RNG.normal(size=(m, D)).astype(np.float32) for m in RNG.integers(1, 5, N
 
 
 def learn(part, method="fedavg", *, sigma=1.0, private=lambda: nn.Linear(D, 2), **options):
-    sites = {"North": Examples.from_arrays(X, Y), "South": part}
+    sites = {"North": Cohort.from_arrays(X, Y), "South": part}
     return federate(sites, method, private=private, rounds=1, sigma=sigma, delta=1e-3, **options)
 
 
@@ -48,43 +48,41 @@ def with_value(values, row, value):
     ],
 )
 def test_invalid_labels_are_reported_with_site_row_and_classes(labels, words, sigma):
-    refused(lambda: learn(Examples.from_arrays(X, labels), sigma=sigma), "South: " + words, "2 classes, 0 to 1")
+    refused(lambda: learn(Cohort.from_arrays(X, labels), sigma=sigma), "South: " + words, "2 classes, 0 to 1")
 
 
 def test_labels_may_be_whole_numbers_of_any_type():
     for labels in (Y.tolist(), Y.astype(bool), Y.astype(float), Y.astype(np.uint8), Y.astype(str)):
         assert (
-            np.array_equal(Examples.from_arrays(X, labels).label, Y)
-            and Examples.from_arrays(X, labels).label.dtype == np.int64
+            np.array_equal(Cohort.from_arrays(X, labels).label, Y)
+            and Cohort.from_arrays(X, labels).label.dtype == np.int64
         )
 
 
 def test_a_loader_refuses_text_labels():
-    refused(lambda: loader(Examples.from_arrays(X, np.where(Y > 0, "yes", "no"))), "row 0 has the label 'no'")
+    refused(lambda: loader(Cohort.from_arrays(X, np.where(Y > 0, "yes", "no"))), "row 0 has the label 'no'")
 
 
 @pytest.mark.parametrize("method", ["fedavg", "proxyfl", "oneshot"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_rows_that_are_not_finite_are_reported_with_their_count_and_the_first(method, value):
     x = with_value(X, ([3, 11], 2), value)
-    refused(lambda: learn(Examples.from_arrays(x, Y), method), "South: 2 of 20 rows", "not finite, the first in row 3")
+    refused(lambda: learn(Cohort.from_arrays(x, Y), method), "South: 2 of 20 rows", "not finite, the first in row 3")
 
 
 def test_bags_and_test_sets_are_checked_like_rows():
     bags = [bag.copy() for bag in BAGS]
     bags[6][0, 0] = np.nan
     head = {"private": lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(2)), "sigma": None}
-    sites = {"A": Examples.from_arrays(bags, Y), "B": Examples.from_arrays(BAGS, Y)}
+    sites = {"A": Cohort.from_arrays(bags, Y), "B": Cohort.from_arrays(BAGS, Y)}
     refused(lambda: federate(sites, "oneshot", **head), "A: 1 of 20 rows", "row 6")
-    tests = {"South": Examples.from_arrays(X, with_value(Y, 1, 7))}
-    refused(lambda: learn(Examples.from_arrays(X, Y), tests=tests), "tests of South: row 1 has the label 7")
+    tests = {"South": Cohort.from_arrays(X, with_value(Y, 1, 7))}
+    refused(lambda: learn(Cohort.from_arrays(X, Y), tests=tests), "tests of South: row 1 has the label 7")
 
 
 def test_values_that_overflow_float32_are_not_finite():
     refused(
-        lambda: learn(Examples.from_arrays(with_value(X.astype(np.float64), (8, 0), 1e300), Y)),
-        "South: 1 of 20",
-        "row 8",
+        lambda: learn(Cohort.from_arrays(with_value(X.astype(np.float64), (8, 0), 1e300), Y)), "South: 1 of 20", "row 8"
     )
 
 
@@ -100,13 +98,13 @@ def test_values_that_overflow_float32_are_not_finite():
     ],
 )
 def test_arrays_of_another_shape_are_refused(x, words):
-    refused(lambda: Examples.from_arrays(x), words)
+    refused(lambda: Cohort.from_arrays(x), words)
 
 
 def test_labels_and_patients_must_match_the_number_of_examples():
-    refused(lambda: Examples.from_arrays(X, Y[:-1]), "20 examples need as many labels, not [19]")
-    refused(lambda: Examples.from_arrays(X, Y[:, None]), "20 examples need as many labels, not [20, 1]")
-    refused(lambda: Examples.from_arrays(X, Y, ["P"]), "20 examples need as many patients, not [1]")
+    refused(lambda: Cohort.from_arrays(X, Y[:-1]), "20 examples need as many labels, not [19]")
+    refused(lambda: Cohort.from_arrays(X, Y[:, None]), "20 examples need as many labels, not [20, 1]")
+    refused(lambda: Cohort.from_arrays(X, Y, ["P"]), "20 examples need as many patients, not [1]")
 
 
 NUMBERS, TIMES = RNG.random(N).astype(np.float32), np.stack([RNG.random(N) * 3, Y], 1).astype(np.float32)
@@ -114,7 +112,7 @@ ENDS = SurvivalTask((1.0, 2.0))
 
 
 def ask(task, truth):
-    return replace(Examples.from_arrays(X), label=truth, task=task)
+    return replace(Cohort.from_arrays(X), label=truth, task=task)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_federate_learns_the_task_of_its_examples(method, task, truth, k):
     sites = {"A": part, "B": part}
     learned = federate(sites, method, private=lambda: nn.Linear(D, k), tests=sites, rounds=1, delta=1e-3)
     assert learned["A"].rounds[-1]["own"].keys() >= {task.scores[0]}
-    both = {"A": part, "B": Examples.from_arrays(X, Y)}
+    both = {"A": part, "B": Cohort.from_arrays(X, Y)}
     refused(lambda: federate(both, method, private=lambda: nn.Linear(D, k), delta=1e-3), "the same task")
 
 
@@ -157,14 +155,14 @@ def test_federate_learns_the_task_of_its_examples(method, task, truth, k):
     ],
 )
 def test_models_that_do_not_fit_are_refused_before_the_first_round(model, words, tmp_path):
-    refused(lambda: learn(Examples.from_arrays(X, Y), private=model, folder=tmp_path), words)
+    refused(lambda: learn(Cohort.from_arrays(X, Y), private=model, folder=tmp_path), words)
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
 def test_missing_sites_and_rows_are_refused():
     refused(lambda: federate({}, private=lambda: nn.Linear(D, 2)), "no site")
-    refused(lambda: learn(Examples.from_arrays(X[:0], Y[:0])), "South: it has no examples")
-    images = Examples.from_arrays(np.zeros((4, 6, 6, 3), np.uint8), [0, 1, 0, 1])
+    refused(lambda: learn(Cohort.from_arrays(X[:0], Y[:0])), "South: it has no examples")
+    images = Cohort.from_arrays(np.zeros((4, 6, 6, 3), np.uint8), [0, 1, 0, 1])
     refused(lambda: federate({"A": images}, "oneshot", private=lambda: nn.Linear(D, 2)), "features, not images")
 
 
@@ -228,7 +226,7 @@ def test_shared_tensors_of_a_model_are_restored_from_a_checkpoint(make, dp, tmp_
 
 
 def test_a_layer_under_two_names_survives_a_round():
-    learned = learn(Examples.from_arrays(X, Y), "proxyfl", private=two_names)
+    learned = learn(Cohort.from_arrays(X, Y), "proxyfl", private=two_names)
     assert learned["South"].guarantee == "guaranteed" and learned["South"].models["proxy"][0] is not None
 
 

@@ -10,7 +10,7 @@ from conftest import refused
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.learning.tasks import mutual_loss
+from wsi_fl.data.tasks import mutual_loss
 from wsi_fl.models import create_model
 from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy import dpsgd

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from scipy.stats import kstest
 from torch.nn import functional
 
-from wsi_fl.learning.examples import Examples, load_batches
+from wsi_fl.data.cohort import Cohort, load_batches
 from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, take_supervised_step
 from wsi_fl.models import create_model
 from wsi_fl.models.encoder import Encoder, encode_batches
@@ -97,7 +97,7 @@ def test_noise_is_normal_and_the_same_whether_it_was_drawn_ahead():
 @pytest.mark.parametrize("dp", [False, True])
 def test_training_on_the_gpu_matches_the_processor(dp):
     x = np.random.default_rng(0).integers(0, 256, (64, 28, 28, 1)).astype(np.uint8)
-    examples = Examples.from_arrays(x, np.arange(64) % 2)
+    examples = Cohort.from_arrays(x, np.arange(64) % 2)
     found = []
     for device in (CPU, CUDA):
         settings = DPSettings(sigma=0.0, clip=0.5, batch_size=16) if dp else None
@@ -142,7 +142,7 @@ def test_memory_that_runs_out_makes_parts_smaller(little_memory, dp):
     model = create_model("resnet18", n_classes=2, shape=Images(3, 512), seed=0)
     learner = Learner(model, lr=1e-3, weight_decay=0.0, device=CUDA, dp=settings)
     x = np.random.default_rng(0).integers(0, 256, (64, 512, 512, 3)).astype(np.uint8)
-    examples = Examples.from_arrays(x, np.arange(64) % 2)
+    examples = Cohort.from_arrays(x, np.arange(64) % 2)
     for batch in load_batches(examples, iter([np.arange(64)]), augment=None, device=CUDA):
         assert np.isfinite(take_supervised_step(learner, batch, CipherStream.from_entropy()))
     assert (learner.trainer if dp else learner)._batch_finder._max_rows < 64

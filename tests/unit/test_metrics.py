@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import beta, binomtest, rankdata
 from sklearn.metrics import balanced_accuracy_score, brier_score_loss
 
-from wsi_fl.learning.metrics import (
+from wsi_fl.data.metrics import (
     _center_scores,
     aggregate_slides,
     choose_classes,
@@ -19,8 +19,8 @@ from wsi_fl.learning.metrics import (
     find_operating_point,
     mean_and_sd,
 )
-from wsi_fl.learning.prediction_table import _decide_classes
-from wsi_fl.learning.tasks import CLASSES, score_intervals, score_predictions
+from wsi_fl.data.prediction_table import _decide_classes
+from wsi_fl.data.tasks import CLASSES, score_intervals, score_predictions
 from wsi_fl.slides.pictures.heatmap import PatchPredictions
 
 
@@ -140,7 +140,7 @@ def test_intervals_are_those_of_sorting_every_resample(case, n_patients, at_once
         return np.mean([clopper(*one) for one in shares], axis=0).tolist()
 
     slow = slow_intervals(lambda rows: slowly_scored(p[rows], y[rows], y), cluster, exact, repeats=30)
-    with patch("wsi_fl.learning.metrics._MAX_WEIGHTS", at_once * len(y)):
+    with patch("wsi_fl.data.metrics._MAX_WEIGHTS", at_once * len(y)):
         found = score_intervals(p, y, cluster, repeats=30)
     for name, ends in slow.items():
         assert found[name] == (ends and pytest.approx(ends, abs=1e-12))

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from wsi_fl.federation.methods import METHODS, Weights
-from wsi_fl.learning.examples import (
-    Examples,
+from wsi_fl.data.cohort import (
+    Cohort,
     build_augmentation,
     build_tensor,
     concatenate_examples,
@@ -21,8 +20,9 @@ from wsi_fl.learning.examples import (
     load_batches,
     resize_images,
 )
+from wsi_fl.data.tasks import kl_divergence, mutual_loss
+from wsi_fl.federation.methods import METHODS, Weights
 from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, take_mutual_step, take_supervised_step
-from wsi_fl.learning.tasks import kl_divergence, mutual_loss
 from wsi_fl.models import create_model
 from wsi_fl.privacy import row_independence
 from wsi_fl.privacy.cipher import CipherStream
@@ -44,7 +44,7 @@ def examples_of(pixels, seed=0):
     n = len(pixels)
     label = np.random.default_rng(seed).integers(0, 2, n)
     names = np.array([f"s{seed}_{k}" for k in range(n)])
-    return Examples(lambda rows: pixels[rows], label, names, names)
+    return Cohort(lambda rows: pixels[rows], label, names, names)
 
 
 def learner(seed=0, *, dp=None, kind="mlp", size=8):

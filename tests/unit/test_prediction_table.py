@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
-from wsi_fl.learning.prediction_table import _REJECTED_CLASS, PredictionTable, _decide_classes, score_voting_rules
-from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask
+from wsi_fl.data.prediction_table import _REJECTED_CLASS, PredictionTable, _decide_classes, score_voting_rules
+from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate

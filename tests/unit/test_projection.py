@@ -8,15 +8,15 @@ from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.models import projection
-from wsi_fl.models.projection import (
+from wsi_fl.oneshot import projection
+from wsi_fl.oneshot.build_projection import ExpectedStatistics
+from wsi_fl.oneshot.projection import (
     choose_n_components,
     fit_projection,
     random_projection,
     read_projection,
     write_projection,
 )
-from wsi_fl.stages.prepare.build_projection import ExpectedStatistics
 from wsi_fl.types import WsiFlError
 
 ORIGIN = projection.ProjectionOrigin(

@@ -83,6 +83,6 @@ def test_every_public_name_resolves_and_an_unknown_name_does_not(name):
 
 def test_features_may_be_any_numpy_array():
     x, label = rows(0, n=20)
-    sites = {name: api.Examples.from_arrays(x.astype(np.float64), label) for name in ("A", "B")}
+    sites = {name: api.Cohort.from_arrays(x.astype(np.float64), label) for name in ("A", "B")}
     learned = api.federate(sites, "fedavg", private=lambda: torch.nn.Linear(8, 2), rounds=1, sigma=None)
     assert all(np.isfinite(site.rounds[0]["loss"]["private"]) for site in learned.values())

@@ -11,9 +11,9 @@ from conftest import nightly
 from Crypto.Protocol.SecretSharing import Shamir
 from test_secure_aggregation_masks import N, looks_random, secret
 
-from wsi_fl.privacy import secagg
-from wsi_fl.privacy.discrete_noise import discrete_gaussian, share_sigma
-from wsi_fl.privacy.secagg import (
+from wsi_fl.oneshot import secagg
+from wsi_fl.oneshot.discrete_noise import discrete_gaussian, share_sigma
+from wsi_fl.oneshot.secagg import (
     KeyPair,
     SecureSum,
     _self_mask,

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from wsi_fl.privacy.discrete_noise import discrete_gaussian, quantize, share_sigma
-from wsi_fl.privacy.secagg import KeyPair, mask_values, sum_messages
+from wsi_fl.oneshot.discrete_noise import discrete_gaussian, quantize, share_sigma
+from wsi_fl.oneshot.secagg import KeyPair, mask_values, sum_messages
 from wsi_fl.types import UsageError, WsiFlError
 
 CONTEXT = b"run 7, round 3, gradients"

@@ -6,9 +6,9 @@ import pytest
 from conftest import refused
 from test_archive_layouts import HEADER, generic, read_generic
 
+from wsi_fl.evidence.bench import _read_csv
 from wsi_fl.slides.layouts.common import read_rows
 from wsi_fl.slides.layouts.spreadsheets import normalize_columns, parse_cell_number
-from wsi_fl.stages.bench import _read_csv
 
 archive = partial(generic, files=[f"{name}.tif" for name in "abcd"])
 read = partial(read_generic, site="A")

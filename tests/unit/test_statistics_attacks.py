@@ -5,9 +5,7 @@ import pytest
 import torch
 from scipy.stats import binom, norm
 
-from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.accounting import Mechanism, max_tpr
-from wsi_fl.privacy.attacks import (
+from wsi_fl.evidence.attacks import (
     _FALSE_POSITIVE_RATES,
     _NOISE_DRAWS,
     _empirical_tpr,
@@ -16,8 +14,10 @@ from wsi_fl.privacy.attacks import (
     compute_mu,
     measure_exposure,
 )
+from wsi_fl.oneshot.class_statistics import NoisyStatistics, explain_invalid_statistics, head_excluding_site
+from wsi_fl.oneshot.shared_head import SharedHead
+from wsi_fl.privacy.accounting import Mechanism, max_tpr
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.class_statistics import NoisyStatistics, explain_invalid_statistics, head_excluding_site
 
 D = 24
 
@@ -75,7 +75,7 @@ def test_the_predicted_power_without_auxiliary_data_matches_the_attack():
 
 @pytest.mark.parametrize("sigma", [0.5, 3.7])
 def test_attacks_on_noisy_statistics_stay_within_the_guarantee(sigma, monkeypatch):
-    monkeypatch.setattr("wsi_fl.privacy.attacks._NOISE_DRAWS", 600)
+    monkeypatch.setattr("wsi_fl.evidence.attacks._NOISE_DRAWS", 600)
     parts, y = build_cohort()
     noise = iter(draw_noise(sigma, parts.shape[1], 600))
     tail = measure_exposure(parts, sigma, {"class 1": y == 1}, lambda: next(noise))

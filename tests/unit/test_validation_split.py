@@ -7,8 +7,8 @@ import pytest
 from conftest import edited, interrupted_after, metrics, refused
 from conftest import larger_study as make_study
 
-from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.validation import HoldoutDraw, draw_held_out, select_model
+from wsi_fl.data.cohort import Cohort
+from wsi_fl.data.validation import HoldoutDraw, draw_held_out, select_model
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.load_models import choose_ensemble, load_run_settings
@@ -42,7 +42,7 @@ def predict_classes(classes, n_classes=2):
 def examples(patients):
     n = len(patients)
     pixels = np.arange(n, dtype=np.uint8).reshape(n, 1, 1, 1)
-    return Examples(lambda rows: pixels[rows], np.arange(n) % 2, np.full(n, "s"), np.array(patients))
+    return Cohort(lambda rows: pixels[rows], np.arange(n) % 2, np.full(n, "s"), np.array(patients))
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.9])

@@ -8,8 +8,9 @@ import torch
 from scipy import stats
 from sksurv.metrics import concordance_index_censored
 
-from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask
-from wsi_fl.learning.verdict import (
+from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask
+from wsi_fl.evidence.benefit_figure import verdict_words
+from wsi_fl.evidence.verdict import (
     Estimate,
     compare_pairs,
     decide_verdict,
@@ -17,8 +18,7 @@ from wsi_fl.learning.verdict import (
     estimate_mean,
     estimate_ratio,
 )
-from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.report.benefit_figure import verdict_words
+from wsi_fl.oneshot.shared_head import SharedHead
 
 
 def estimate_values(values, names=None, noise=None, weights=1.0):

@@ -144,7 +144,7 @@ def compute_projection(
     study = find_study()
     if n is not None and rows is not None:
         raise UsageError("--dimensions and --rows exclude each other")
-    from wsi_fl.stages.prepare.build_projection import ExpectedStatistics, build_projection, render_projection_lines
+    from wsi_fl.oneshot.build_projection import ExpectedStatistics, build_projection, render_projection_lines
 
     work = partial(
         build_projection,

@@ -46,7 +46,7 @@ def release_statistics(
     """Release noisy class statistics of a site's features for one-shot global heads."""
     scope = parse_sites("statistics", site, all_sites, pipeline, overrides)
     study = find_study()
-    from wsi_fl.stages.training.release_statistics import release_lines, release_statistics
+    from wsi_fl.oneshot.release_statistics import release_lines, release_statistics
 
     print_document(release_statistics(study, repeat=repeat, **scope), as_json, release_lines)
 
@@ -197,7 +197,7 @@ def run_benchmark(
     as_json: Json = False,
 ) -> None:
     """Compare methods on hospitals sampled from one feature table, with local and pooled baselines."""
-    from wsi_fl.stages.bench import parse_cells, parse_numbers, render_bench_lines, run_benchmark
+    from wsi_fl.evidence.bench import parse_cells, parse_numbers, render_bench_lines, run_benchmark
 
     work = partial(
         run_benchmark,
@@ -265,7 +265,7 @@ def compare_runs(
 ) -> None:
     """Compare methods: mean ± sd over sites and seeds, significance, communication."""
     study = find_study()
-    from wsi_fl.stages.evaluation.compare import compare_methods, render_comparison_lines
+    from wsi_fl.evidence.compare import compare_methods, render_comparison_lines
 
     work = partial(compare_methods, study, runs, baseline=baseline)
     run_work("compare", work, as_json, render_comparison_lines)
@@ -289,7 +289,7 @@ def report_clinical(
 ) -> None:
     """Report clinical performance of a run by patient: sensitivity, predictive values, calibration, benefit."""
     study = find_study()
-    from wsi_fl.stages.evaluation.clinical_measures import describe_clinically, render_clinical_lines
+    from wsi_fl.evidence.clinical_measures import describe_clinically, render_clinical_lines
 
     print_document(
         describe_clinically(study, runs, prevalence=prevalence, by=by, least=least), as_json, render_clinical_lines
@@ -307,7 +307,7 @@ def plan_size(
     as_json: Json = False,
 ) -> None:
     """Compute the number of test patients for intervals of a given width (Riley et al., 2021)."""
-    from wsi_fl.stages.evaluation.clinical_measures import plan_size, render_size_lines
+    from wsi_fl.evidence.clinical_measures import plan_size, render_size_lines
 
     document = plan_size(prevalence, auroc, width=width, sensitivity=sensitivity, specificity=specificity)
     print_document(document, as_json, render_size_lines)
@@ -316,7 +316,7 @@ def plan_size(
 def audit_run(run: Run, as_json: Json = False) -> None:
     """Attack the models of a run: membership inference, and with canaries a lower bound on ε."""
     study = find_study()
-    from wsi_fl.stages.evaluation.audit_run import audit_run, render_audit_lines
+    from wsi_fl.evidence.audit_run import audit_run, render_audit_lines
 
     work = partial(audit_run, study, run)
     run_work("audit", work, as_json, render_audit_lines)

@@ -21,13 +21,7 @@ from pydantic import Field
 from torch import nn
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.documents import RoundNumber
-from wsi_fl.federation.message import BYTES, HEADER_BYTES, NUMBERS, SCORING, Message, Outgoing, PayloadType
-from wsi_fl.federation.methods import Method
-from wsi_fl.federation.push_sum import PushSum, Vector
-from wsi_fl.federation.site_state import Site, release_once
-from wsi_fl.learning.cross_site_counts import (
+from wsi_fl.data.cross_site_counts import (
     MIN_EXAMPLES,
     N_BINS,
     CrossSiteCounts,
@@ -38,9 +32,15 @@ from wsi_fl.learning.cross_site_counts import (
     size_in_bytes,
     unpack_counts,
 )
+from wsi_fl.federation.comm import Comm
+from wsi_fl.federation.documents import RoundNumber
+from wsi_fl.federation.message import BYTES, HEADER_BYTES, NUMBERS, SCORING, Message, Outgoing, PayloadType
+from wsi_fl.federation.methods import Method
+from wsi_fl.federation.push_sum import PushSum, Vector
+from wsi_fl.federation.site_state import Site, release_once
 from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
 from wsi_fl.models import schema_digest
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.ledger_file import SCORES, Release, digest_values
 
 

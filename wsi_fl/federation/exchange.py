@@ -15,7 +15,7 @@ from wsi_fl.federation.push_sum import PushSum, Vector, mix_states
 from wsi_fl.federation.site_state import BufferShape, Flat, Site
 from wsi_fl.federation.topology import Matrix, list_receivers, list_senders
 from wsi_fl.models import schema_digest
-from wsi_fl.privacy.class_statistics import explain_invalid_statistics
+from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
 from wsi_fl.privacy.ledger_file import Release
 
 _MAX_DISTANCE_RATIO = 10.0  # accepted distance from the local model, in units of the usual distance

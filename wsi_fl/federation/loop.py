@@ -16,6 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from wsi_fl.data.cohort import load_batches
+from wsi_fl.data.privacy_units import TrainingSet, row_units
+from wsi_fl.data.validation import LOCAL
 from wsi_fl.federation.comm import Comm, Traffic
 from wsi_fl.federation.exchange import exchange_models, load_mixture, pass_buffers
 from wsi_fl.federation.membership import (
@@ -27,7 +30,6 @@ from wsi_fl.federation.membership import (
 )
 from wsi_fl.federation.message import BUFFERS
 from wsi_fl.federation.methods import Method
-from wsi_fl.federation.secure_aggregation import aggregate_statistics
 from wsi_fl.federation.site_evaluation import choose_prediction_model, evaluate_site
 from wsi_fl.federation.site_state import (
     Schedule,
@@ -41,10 +43,8 @@ from wsi_fl.federation.site_state import (
     write_checkpoint,
 )
 from wsi_fl.federation.topology import Matrix, list_hops, list_receivers
-from wsi_fl.learning.examples import load_batches
 from wsi_fl.learning.local_training import Batch, mean_losses, take_supervised_step
-from wsi_fl.learning.privacy_units import TrainingSet, row_units
-from wsi_fl.learning.validation import LOCAL
+from wsi_fl.oneshot.secure_aggregation import aggregate_statistics
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.privacy.privacy_plan import Mode, PrivacyPlan, require_plan

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from wsi_fl.plugins import PluginTable
 
 if TYPE_CHECKING:
+    from wsi_fl.data.privacy_units import LearnsFrom
     from wsi_fl.federation.topology import Topology
     from wsi_fl.learning.local_training import Batch, Learner, Learners
-    from wsi_fl.learning.privacy_units import LearnsFrom
     from wsi_fl.privacy.cipher import CipherStream
 
 DisclosureKind = Literal["model", "sums", "buffer", "generator"]

@@ -8,6 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from wsi_fl.data.cohort import Cohort
+from wsi_fl.data.metrics import Probabilities, aggregate_slides, find_operating_point
+from wsi_fl.data.tasks import fold_strata, score_predictions
+from wsi_fl.data.validation import (
+    COMMON,
+    ENSEMBLE,
+    LOCAL,
+    combine_predictions,
+    roles_of_choice,
+    score_candidates,
+    select_model,
+)
 from wsi_fl.federation.site_state import Schedule, Site
 from wsi_fl.learning.ensemble import (
     MIN_PATIENTS,
@@ -18,20 +30,8 @@ from wsi_fl.learning.ensemble import (
     single_local_ensemble,
     weight_by_sample_size,
 )
-from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
-from wsi_fl.learning.metrics import Probabilities, aggregate_slides, find_operating_point
-from wsi_fl.learning.tasks import fold_strata, score_predictions
-from wsi_fl.learning.validation import (
-    COMMON,
-    ENSEMBLE,
-    LOCAL,
-    combine_predictions,
-    roles_of_choice,
-    score_candidates,
-    select_model,
-)
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.shared_head import SharedHead
 
 
 def evaluate_site(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _choose_ensemble(
     }
 
 
-_HeldOutPredictions = tuple[Examples, Probabilities, Probabilities]
+_HeldOutPredictions = tuple[Cohort, Probabilities, Probabilities]
 """Rows, and predictions of the local and the federated model."""
 
 
@@ -185,7 +185,7 @@ def _find_held_out(
 _MAX_HELD_OUT_EPSILON = 10.0  # the largest ε with which training rows count as held out
 
 
-def _find_slide_threshold(predictions: Probabilities, rows: Examples) -> float | None:
+def _find_slide_threshold(predictions: Probabilities, rows: Cohort) -> float | None:
     """Return the operating point on the site's slides, a score threshold; None where it is unknown."""
     if rows.task.kind != "classes":
         return None
@@ -194,7 +194,7 @@ def _find_slide_threshold(predictions: Probabilities, rows: Examples) -> float |
 
 
 def _predict_roles(
-    site: Site, role_names: Iterable[str], examples: Examples, alive: Callable[[], None]
+    site: Site, role_names: Iterable[str], examples: Cohort, alive: Callable[[], None]
 ) -> dict[str, Probabilities]:
     """Return the predictions float64[n, classes] of a site's models by role."""
     predictions = {

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from wsi_fl.data.cohort import Augment, Cohort, concatenate_examples
+from wsi_fl.data.metrics import Probabilities
+from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, TrainingSources
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.push_sum import PushSum
 from wsi_fl.federation.topology import Topology
-from wsi_fl.learning.examples import Augment, Examples, concatenate_examples
 from wsi_fl.learning.local_training import Learner, Learners
-from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.privacy_units import Canaries, PrivacyUnits, TrainingSources
 from wsi_fl.models import schema_digest
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, ReleaseValues, digest_values
@@ -57,12 +57,12 @@ class BufferShape:
         """Return uint8[n, h, w, c] and labels int64[n] as uint8[d]: labels as little-endian uint16, then pixels."""
         return np.concatenate([label.astype(_LABEL_TYPE).view(np.uint8), pixels.reshape(-1)])
 
-    def unpack_samples(self, values: Flat) -> Examples:
+    def unpack_samples(self, values: Flat) -> Cohort:
         """Return the samples of a valid buffer; each slide and patient is named "synthetic"."""
         head = self.n * _LABEL_TYPE.itemsize
         pixels = values[head:].reshape(self.n, self.size_px, self.size_px, self.channels)
         name = np.full(self.n, "synthetic")
-        return Examples(lambda rows: pixels[rows], self._read_labels(values), name, name)
+        return Cohort(lambda rows: pixels[rows], self._read_labels(values), name, name)
 
     def find_problem(self, values: Flat) -> str:
         """Return why bytes are no buffer of this shape, or ""."""
@@ -118,8 +118,8 @@ class Site:
     index: int
     name: str
     learners: Learners
-    train: Examples
-    tests: Mapping[str, Examples]  # test sets: "own" (local), and "merged" (pooled) where allowed
+    train: Cohort
+    tests: Mapping[str, Cohort]  # test sets: "own" (local), and "merged" (pooled) where allowed
     ledger: PrivacyLedger
     folder: SiteFolder
     device: torch.device
@@ -131,7 +131,7 @@ class Site:
     # the tuned settings of its local models, as its run stores them; None for none
     tuned_settings: Mapping[str, Any] | None = None
     # validation examples for the choice of its prediction model; None for none
-    validation: Examples | None = None
+    validation: Cohort | None = None
     canaries: Canaries | None = None  # canaries among its training examples, for an audit; None for none
     receives: bool = False  # whether it has no labels: it trains and sends nothing, and receives
     returning: bool = False  # whether it returns after a dropout, and waits for a share of the others' mass
@@ -158,7 +158,7 @@ class Site:
         """Return the number of canaries, included or not."""
         return len(self.canaries.included) if self.canaries else 0
 
-    def training_examples(self) -> Examples:
+    def training_examples(self) -> Cohort:
         """Return the examples for batches: training rows and included canaries."""
         return (
             self.train if self.canaries is None else concatenate_examples([self.train, self.canaries.select_planted()])

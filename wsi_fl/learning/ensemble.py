@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from wsi_fl.learning.metrics import Labels, Probabilities, fill_patient_names, mean_over_classes
-from wsi_fl.learning.tasks import CLASSES, PredictionArray, Task, Truth
+from wsi_fl.data.metrics import Labels, Probabilities, fill_patient_names, mean_over_classes
+from wsi_fl.data.tasks import CLASSES, PredictionArray, Task, Truth
 from wsi_fl.learning.tuning import log_losses, selection_loss, softmax
 
 _MIN_PROBABILITY = 1e-12

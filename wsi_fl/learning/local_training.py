@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from wsi_fl.learning.examples import Examples, load_batches
-from wsi_fl.learning.metrics import fill_patient_names
-from wsi_fl.learning.tasks import CLASSES, MutualLoss, Task
+from wsi_fl.data.cohort import Cohort, load_batches
+from wsi_fl.data.metrics import fill_patient_names
+from wsi_fl.data.tasks import CLASSES, MutualLoss, Task
 from wsi_fl.models.checkpoint import Adam, copy_slots, load_slots, strip_prefix
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.class_statistics import NoisyStatistics
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.class_statistics import NoisyStatistics
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.gradients import trainable_parameters
 from wsi_fl.privacy.row_independence import train_without_dropout
@@ -191,7 +191,7 @@ def _build_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSet
     return DPTrainer(model, optimizer, **asdict(dp))
 
 
-def load_site_rows(learner: Learner, rows: Examples) -> None:
+def load_site_rows(learner: Learner, rows: Cohort) -> None:
     """Set the local statistics of a one-shot global head from the site's examples; they never leave the site."""
     head = learner.model
     assert isinstance(head, SharedHead)
@@ -255,7 +255,7 @@ def mean_losses(steps: Iterator[dict[str, float]]) -> dict[str, float | None]:
 
 def predict_examples(
     predict: Callable[[Tensor], Tensor],
-    examples: Examples,
+    examples: Cohort,
     device: torch.device,
     batch_size: int = _PREDICTION_ROWS,
     *,
@@ -275,7 +275,7 @@ def predict_examples(
 
 def predict_with_models(
     models: Sequence[Callable[[Tensor], Tensor]],
-    examples: Examples,
+    examples: Cohort,
     device: torch.device,
     batch_size: int = _PREDICTION_ROWS,
     *,
@@ -295,7 +295,7 @@ def predict_with_models(
     return np.concatenate(parts, axis=1)
 
 
-def replace_nonfinite(predictions: NDArray[np.float64], examples: Examples) -> NDArray[np.float64]:
+def replace_nonfinite(predictions: NDArray[np.float64], examples: Cohort) -> NDArray[np.float64]:
     """Return predictions float64[n, k] with rows that are not finite replaced by the baseline prediction.
 
     Diverged models predict such rows. In the baseline all allowed classes are equally probable, so that scores can be
@@ -311,7 +311,7 @@ def replace_nonfinite(predictions: NDArray[np.float64], examples: Examples) -> N
 
 @torch.no_grad()
 def example_losses(
-    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = _PREDICTION_ROWS
+    predict: Callable[[Tensor], Tensor], examples: Cohort, device: torch.device, batch_size: int = _PREDICTION_ROWS
 ) -> NDArray[np.float64]:
     """Return the loss float64[n] of every example, in order, in double precision for confident predictions."""
     parts = [np.zeros(0)]
@@ -321,7 +321,7 @@ def example_losses(
 
 
 def _iterate_logits(
-    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int
+    predict: Callable[[Tensor], Tensor], examples: Cohort, device: torch.device, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (logits [b, classes], −∞ where a class is not allowed, labels int64[b]) of all examples, in order."""
     size = min(batch_size, examples.at_once or batch_size)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import Labels, Probabilities, fill_patient_names, mean_over_classes
-from wsi_fl.learning.tasks import CLASSES, PredictionArray, Task, Truth, fold_strata, selection_score
+from wsi_fl.data.metrics import Labels, Probabilities, fill_patient_names, mean_over_classes
+from wsi_fl.data.tasks import CLASSES, PredictionArray, Task, Truth, fold_strata, selection_score
 
 _FOLDS = 5
 _STRENGTHS = (1e-2, 1e-1, 1.0, 10.0, 100.0)

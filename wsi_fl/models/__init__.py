@@ -20,8 +20,6 @@ from torch import nn
 
 from wsi_fl.models.cnn import IMAGE_BUILDERS
 from wsi_fl.models.mil import BAG_BUILDERS, VECTOR_BUILDERS
-from wsi_fl.models.projection import N_RANDOM
-from wsi_fl.models.shared_head import HeadKind, SharedHead
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
 if TYPE_CHECKING:
@@ -101,6 +99,9 @@ def _build_feature_model(name: str, n_classes: int, shape: Bags | Vectors) -> nn
     kind = "bags" if isinstance(shape, Bags) else "vectors"
     family, *options = name.split(":")
     if family == "shared_head":  # of `oneshot`: number of components, and the task where it is not classes
+        from wsi_fl.oneshot.projection import N_RANDOM
+        from wsi_fl.oneshot.shared_head import HeadKind, SharedHead
+
         n, head_kind = (
             int(options[0]) if options else N_RANDOM,
             cast(HeadKind, options[1] if len(options) > 1 else "classes"),

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wsi_fl.models.encoder import Network
-from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.traces import remove_onnx_traces, remove_torchscript_traces
 from wsi_fl.system.files import atomic_path
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
@@ -54,6 +53,8 @@ class HeadWithEncoder(nn.Module):
 
 def strip_local_statistics(model: nn.Module) -> nn.Module:
     """Return a model with only what its predictions need: a one-shot global head without local statistics."""
+    from wsi_fl.oneshot.shared_head import SharedHead
+
     return model.solve_released_head() if isinstance(model, SharedHead) else model
 
 

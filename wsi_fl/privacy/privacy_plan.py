@@ -27,7 +27,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
-    from wsi_fl.privacy.class_statistics import NoisyStatistics
+    from wsi_fl.oneshot.class_statistics import NoisyStatistics
     from wsi_fl.privacy.dpsgd import DPTrainer
 
 Unit = Literal["row", "patient"]

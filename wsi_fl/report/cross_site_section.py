@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from wsi_fl.learning.cross_site_counts import (
+from wsi_fl.data.cross_site_counts import (
     Constant,
     CountScores,
     CrossSiteCounts,

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from wsi_fl.learning.metrics import mean_of_available
+from wsi_fl.data.metrics import mean_of_available
 from wsi_fl.report.formatting import format_number
 
 # Matplotlib needs real colours; these stand for CSS variables and are replaced in the finished SVG, so that one chart

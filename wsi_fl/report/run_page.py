@@ -7,17 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import mean_and_sd
-from wsi_fl.learning.survival import compute_risk, kaplan_meier, logrank_test
-from wsi_fl.report import (
-    audit_section,
-    clinical_section,
-    cross_site_section,
-    figures,
-    formatting,
-    inline_pictures,
-    run_sections,
-)
+from wsi_fl.data.metrics import mean_and_sd
+from wsi_fl.data.survival import compute_risk, kaplan_meier, logrank_test
+from wsi_fl.evidence import audit_section, clinical_section
+from wsi_fl.report import cross_site_section, figures, formatting, inline_pictures, run_sections
 from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Bar, Chart, open_figure, render_svg
 from wsi_fl.report.formatting import Finding, Json, format_number
 from wsi_fl.report.run_sections import Page

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.data.cross_site_counts import CrossSiteScores
+from wsi_fl.evidence import benefit_figure
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.learning.cross_site_counts import CrossSiteScores
-from wsi_fl.report import benefit_figure, figures, formatting
+from wsi_fl.report import figures, formatting
 from wsi_fl.report.figures import Chart, Points
 from wsi_fl.report.formatting import Finding, Json, format_number, is_number
 

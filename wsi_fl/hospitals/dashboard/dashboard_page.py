@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from wsi_fl import __version__
+from wsi_fl.data.cross_site_counts import CrossSiteCounts, score_cross_site
 from wsi_fl.federation.documents import ProtocolError
 from wsi_fl.hospitals.dashboard.next_steps import FederationMember, FederationState, next_steps
 from wsi_fl.hospitals.dossier.dossier_page import build_dossier
@@ -31,7 +32,6 @@ from wsi_fl.hospitals.trust.kit import Kit, check_connection
 from wsi_fl.hospitals.trust.root_ca import RootCA
 from wsi_fl.hospitals.trust.sealed_messages import HANDSHAKE, SealedMessage
 from wsi_fl.hospitals.work.submit import load_job_log, load_status
-from wsi_fl.learning.cross_site_counts import CrossSiteCounts, score_cross_site
 from wsi_fl.report.cross_site_section import build_cross_site_section
 from wsi_fl.report.figures import N_COLORS
 from wsi_fl.report.formatting import format_number

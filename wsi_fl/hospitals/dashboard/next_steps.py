@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from wsi_fl.data.cross_site_counts import CrossSiteCounts
 from wsi_fl.hospitals.flare.flare_files import COORDINATOR
 from wsi_fl.hospitals.trust.certificates import Role
 from wsi_fl.hospitals.trust.kit import RENEWAL_DAYS
-from wsi_fl.learning.cross_site_counts import CrossSiteCounts
 
 _SITE_PLACEHOLDER, _ALL_MEMBERS = "SITE", "everybody"
 

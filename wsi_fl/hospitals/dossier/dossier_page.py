@@ -19,6 +19,7 @@ from wsi_fl.hospitals.plans.build_plan import PlanDocument, parse_plan_document,
 from wsi_fl.hospitals.plans.disclosures import fill_plan_text
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, approval_path, collect_approvals, cost_path, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.oneshot.released_statistics import STATISTICS_RUN
 from wsi_fl.privacy.accounting import group_epsilon
 from wsi_fl.privacy.guarantee import (
     collect_mechanisms,
@@ -33,7 +34,6 @@ from wsi_fl.report.templates import fill_template
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stages.site.privacy_account import Group, build_terms, describe_group, open_ledger
-from wsi_fl.stages.site.released_statistics import STATISTICS_RUN
 from wsi_fl.stages.training.resume import list_plan_runs
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.site_file import SiteFile

@@ -13,12 +13,12 @@ from typing import Any, Literal, cast
 from jinja2 import Environment, StrictUndefined
 from typing_extensions import TypedDict
 
+from wsi_fl.data.validation import COMMON
 from wsi_fl.federation.methods import FILES, HUB, Disclosure
-from wsi_fl.learning.validation import COMMON
+from wsi_fl.oneshot.released_statistics import open_projection
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS
 from wsi_fl.report.formatting import format_size
 from wsi_fl.stages.site.privacy_account import costs_epsilon, find_guarantee
-from wsi_fl.stages.site.released_statistics import open_projection
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.target_labels import describe_target, name_outputs
 from wsi_fl.study.toml import read_setting

@@ -139,8 +139,8 @@ def _add_noise(counts: NDArray[np.int64], sigma: float, clip: float) -> NDArray[
     """Add the noise of class statistics, and round to whole patients, which discloses no more."""
     import torch
 
+    from wsi_fl.oneshot.class_statistics import NoisyStatistics
     from wsi_fl.privacy.cipher import CipherStream
-    from wsi_fl.privacy.class_statistics import NoisyStatistics
 
     noise_mechanism, exact = (
         NoisyStatistics(sigma, clip, len(counts), "patient"),

@@ -37,6 +37,8 @@ from wsi_fl.hospitals.plans.signed_plan import (
 )
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.provisioning import fingerprint_line
+from wsi_fl.oneshot.released_statistics import STATISTICS_RUN
+from wsi_fl.oneshot.sync_statistics import load_local_statistics
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, collect_mechanisms, reportable_max_tpr
 from wsi_fl.privacy.ledger_file import LedgerFile
@@ -54,10 +56,8 @@ from wsi_fl.stages.site.privacy_account import (
     open_account,
     require_budget,
 )
-from wsi_fl.stages.site.released_statistics import STATISTICS_RUN
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.checks import check_run
-from wsi_fl.stages.training.sync_statistics import load_local_statistics
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import toml_value

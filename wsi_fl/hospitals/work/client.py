@@ -28,13 +28,13 @@ from wsi_fl.hospitals.transports.secure_comm import SecureComm, SitePresence, Tr
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.certificates import parse_revocation_list as listed
 from wsi_fl.hospitals.work.job_replies import ReachabilityReply
+from wsi_fl.oneshot.sync_statistics import load_local_statistics
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.checks import check_run
 from wsi_fl.stages.training.resume import RunRequest, find_begun_run, note_participants, open_run, require_same
 from wsi_fl.stages.training.summary import Summary
-from wsi_fl.stages.training.sync_statistics import load_local_statistics
 from wsi_fl.study.folder import Study
 from wsi_fl.types import NoCommonPlan, ReportableError, UsageError
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from wsi_fl.data.cross_site_counts import N_BINS, CrossSiteCounts
 from wsi_fl.federation.documents import Amount, PrintableText, ProtocolError, SiteName, decode_document
-from wsi_fl.learning.cross_site_counts import N_BINS, CrossSiteCounts
 from wsi_fl.stages.training.summary import Summary
 from wsi_fl.types import make_printable
 

@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypedDict
 
+from wsi_fl.data.cross_site_counts import CrossSiteCounts
 from wsi_fl.hospitals.flare import jobs
 from wsi_fl.hospitals.flare.flare_files import HEARTBEAT_S, JobRequest
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, check_revoked
@@ -24,7 +25,6 @@ from wsi_fl.hospitals.trust.certificates import parse_revocation_list
 from wsi_fl.hospitals.trust.kit import CheckStep, Kit, check_connection
 from wsi_fl.hospitals.trust.root_ca import sync_revocation_list
 from wsi_fl.hospitals.work.client import LAST
-from wsi_fl.learning.cross_site_counts import CrossSiteCounts
 from wsi_fl.report.cross_site_section import render_coordinator
 from wsi_fl.report.formatting import describe_absences
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher

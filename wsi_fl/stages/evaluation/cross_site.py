@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from wsi_fl.learning.cross_site_counts import CrossSiteCounts, CrossSiteScores, score_cross_site
+from wsi_fl.data.cross_site_counts import CrossSiteCounts, CrossSiteScores, score_cross_site
 from wsi_fl.report.formatting import format_auroc, format_number
 from wsi_fl.stages.runtime.console import MAX_SITE_COLUMNS, Lines, TextTable
 from wsi_fl.stages.site.run_context import RunContext

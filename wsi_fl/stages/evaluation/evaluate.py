@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.learning.cross_site_counts import CrossSiteScores
-from wsi_fl.learning.examples import Examples, concatenate_examples
+from wsi_fl.data.cohort import Cohort, concatenate_examples
+from wsi_fl.data.cross_site_counts import CrossSiteScores
+from wsi_fl.data.metrics import mean_and_sd
+from wsi_fl.data.prediction_table import PredictionTable, measure_predictions, score_tumor_types, score_voting_rules
+from wsi_fl.data.tasks import Task, score_predictions
+from wsi_fl.data.validation import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
 from wsi_fl.learning.local_training import predict_examples, predict_with_models, replace_nonfinite
-from wsi_fl.learning.metrics import mean_and_sd
-from wsi_fl.learning.prediction_table import PredictionTable, measure_predictions, score_tumor_types, score_voting_rules
-from wsi_fl.learning.tasks import Task, score_predictions
-from wsi_fl.learning.validation import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.report.formatting import (
     SCORES,
     SHORT_SCORES,
@@ -51,7 +51,7 @@ from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import read_setting
 from wsi_fl.types import SPLITS, BagTable, UsageError, WsiFlError
 
-_TestExamples = tuple[Examples, dict[str, NDArray[Any]]]
+_TestExamples = tuple[Cohort, dict[str, NDArray[Any]]]
 """A site's test examples, and columns on each: coordinates of a patch, or the tumour type of a slide."""
 
 
@@ -329,7 +329,7 @@ def _predict_site(
     folder.record_store(data.digest(), data.describe_store())
     models = _load_models(context, site)
 
-    def predict_part(model: torch.nn.Module, part: Examples) -> NDArray[np.float64]:
+    def predict_part(model: torch.nn.Module, part: Cohort) -> NDArray[np.float64]:
         if not len(part):
             return np.empty((0, len(data.classes)))
         return replace_nonfinite(predict_examples(model, part, models.device), part)
@@ -410,7 +410,7 @@ def _evaluate_external(
     return result
 
 
-def _load_external_patches(context: RunContext, name: str, classes: tuple[str, ...]) -> Examples:
+def _load_external_patches(context: RunContext, name: str, classes: tuple[str, ...]) -> Cohort:
     """Return all patches of an external site, whatever their split."""
     site = context.study.load_site(name)
     if name in context.names:

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from wsi_fl import __version__
+from wsi_fl.evidence import benefit_figure
+from wsi_fl.evidence.compare_runs import FinishedRun
 from wsi_fl.models.export_formats import (
     DownsamplingModel,
     HeadWithEncoder,
@@ -22,11 +24,9 @@ from wsi_fl.models.export_formats import (
     write_onnx,
     write_torchscript,
 )
-from wsi_fl.report import benefit_figure
 from wsi_fl.report.formatting import SCORES, SHORT_SCORES, describe_worst_detection, format_number
 from wsi_fl.report.templates import fill_template
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.compare_runs import FinishedRun
 from wsi_fl.stages.evaluation.load_models import available_models, is_trained_with_dp, load_prediction_models
 from wsi_fl.stages.evaluation.write_report import find_baselines
 from wsi_fl.stages.runtime.console import Lines, TextLine

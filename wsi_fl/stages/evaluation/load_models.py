@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from wsi_fl.data.cohort import Cohort
+from wsi_fl.data.metrics import Probabilities
+from wsi_fl.data.validation import COMMON, ENSEMBLE, LOCAL, combine_predictions, roles_of_choice
 from wsi_fl.federation.methods import METHODS, Method
 from wsi_fl.learning.ensemble import Ensemble
-from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local_training import predict_examples
-from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.validation import COMMON, ENSEMBLE, LOCAL, combine_predictions, roles_of_choice
 from wsi_fl.models import create_model
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.site.run_context import RunContext, find_method
@@ -56,7 +56,7 @@ class TrainedModels:
         """The models of the ensemble."""
         return [self.models[role] for role in roles_of_choice(self.ensemble, self.stack, self.models)]
 
-    def predict(self, examples: Examples, batch_size: int = 256) -> Probabilities:
+    def predict(self, examples: Cohort, batch_size: int = 256) -> Probabilities:
         """Return the predictions of every example, float64[n, classes]."""
         outputs = {
             role: predict_examples(self.models[role], examples, self.device, batch_size)

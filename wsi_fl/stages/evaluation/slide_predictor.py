@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from wsi_fl.data.cohort import Cohort, build_unlabelled_bags, downsample_pixels, find_allowed_classes, pack_bags
+from wsi_fl.data.metrics import choose_classes
+from wsi_fl.data.survival import compute_risk
+from wsi_fl.data.tasks import NumberTask, SurvivalTask, Task
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.learning.examples import Examples, build_unlabelled_bags, downsample_pixels, find_allowed_classes, pack_bags
-from wsi_fl.learning.metrics import choose_classes
-from wsi_fl.learning.survival import compute_risk
-from wsi_fl.learning.tasks import NumberTask, SurvivalTask, Task
 from wsi_fl.models.encoder import Encoder, encode_batches
 from wsi_fl.models.mil import BagModel
 from wsi_fl.runs.run_folder import RunFolder
@@ -241,7 +241,7 @@ class Predictor:
         image = self._load_image(record, path) if path and bag.has_places else None
         if self.kind.example != "patch":
             return SlidePatches(bag.xy_l0, None, bag, image)
-        return SlidePatches(bag.xy_l0, self.models.predict(Examples.from_arrays(bag.features)), None, image)
+        return SlidePatches(bag.xy_l0, self.models.predict(Cohort.from_arrays(bag.features)), None, image)
 
     def _load_image(self, record: SlideRecord, path: Path) -> SlideImage:
         reader = self.pipeline.slides.reader
@@ -266,7 +266,7 @@ class Predictor:
             for images in self._iterate_batches(plan, excluded, notes):
                 inputs = images if self.kind.is_images else encode_batches([images], self.encoder)
                 if self.kind.example == "patch":
-                    parts.append(self.models.predict(Examples.from_arrays(inputs), len(images)))
+                    parts.append(self.models.predict(Cohort.from_arrays(inputs), len(images)))
                 else:
                     features.append(inputs)
                 done = sum(map(len, parts or features)) / len(plan.xy_l0)

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
-from wsi_fl.learning.prediction_table import PredictionTable
-from wsi_fl.learning.tasks import CLASSES, Task, Truth
+from wsi_fl.data.prediction_table import PredictionTable
+from wsi_fl.data.tasks import CLASSES, Task, Truth
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.system.files import atomic_path, file_sha256, require_regular_file

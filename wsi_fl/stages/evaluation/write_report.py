@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.evidence.benefit import compare_over_all
+from wsi_fl.evidence.clinical_measures import describe_runs
+from wsi_fl.evidence.compare_runs import FinishedRun, find_finished_runs
 from wsi_fl.report import formatting
 from wsi_fl.report.run_page import render_run_page
 from wsi_fl.report.run_sections import Page
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.benefit import compare_over_all
-from wsi_fl.stages.evaluation.clinical_measures import describe_runs
-from wsi_fl.stages.evaluation.compare_runs import FinishedRun, find_finished_runs
 from wsi_fl.stages.evaluation.cross_site import load_cross_site_scores
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
 from wsi_fl.stages.runtime.console import print_message

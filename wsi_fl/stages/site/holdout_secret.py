@@ -12,7 +12,7 @@ import re
 import secrets
 from pathlib import Path
 
-from wsi_fl.learning.validation import PUBLIC_DRAW, HoldoutDraw
+from wsi_fl.data.validation import PUBLIC_DRAW, HoldoutDraw
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import atomic_path, file_lock, require_regular_file
 from wsi_fl.types import WsiFlError

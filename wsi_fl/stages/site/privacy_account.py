@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
+from wsi_fl.data.privacy_units import PrivacyUnits, patient_units, row_units
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
-from wsi_fl.learning.privacy_units import PrivacyUnits, patient_units, row_units
+from wsi_fl.oneshot.released_statistics import DAMAGED_HINT, STATISTICS_RUN
 from wsi_fl.privacy.accounting import MAX_GROUP_EPSILON, Mechanism, epsilon, find_sigma, group_epsilon
 from wsi_fl.privacy.guarantee import LedgerRound, PrivacyTerms, collect_rounds
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -30,7 +31,6 @@ from wsi_fl.privacy.privacy_plan import PrivacyPlan, list_differences, plan_of_r
 from wsi_fl.privacy.privacy_plan import propose_plan as best_plan
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import SiteFolder
-from wsi_fl.stages.site.released_statistics import DAMAGED_HINT, STATISTICS_RUN
 from wsi_fl.stages.site.run_context import RunContext, find_method
 from wsi_fl.stages.site.site_data import counts_patients
 from wsi_fl.study.folder import Study, load_run_pipeline

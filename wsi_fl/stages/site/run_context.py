@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
+from wsi_fl.data.cohort import Cohort, concatenate_examples
+from wsi_fl.data.tasks import Task
 from wsi_fl.federation.methods import METHODS, SHARED_HEAD, Method
-from wsi_fl.learning.examples import Examples, concatenate_examples
-from wsi_fl.learning.tasks import Task
+from wsi_fl.oneshot.released_statistics import STATISTICS_RUN, ReleasedStatistics, load_statistics, open_projection
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import SITE_FILE
 from wsi_fl.stages.runtime.console import print_message
-from wsi_fl.stages.site.released_statistics import STATISTICS_RUN, ReleasedStatistics, load_statistics, open_projection
 from wsi_fl.stages.site.site_data import ExampleKind, SiteData, find_example_kind, open_data
 from wsi_fl.stages.site.target_labels import build_task
 from wsi_fl.study.folder import Study, load_run_pipeline
@@ -192,7 +192,7 @@ class RunContext:
             self._opened[site] = self._stores.enter_context(open_data(self.study, site, self.pipeline))
         return self._opened[site]
 
-    def join_tests(self) -> Examples:
+    def join_tests(self) -> Cohort:
         """Return the pooled test examples of all sites."""
         return concatenate_examples([self.open_data(site.name).test_examples for site in self.members])
 

@@ -18,18 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import types
-from wsi_fl.federation.preflight import ModelInputs
-from wsi_fl.learning.examples import (
+from wsi_fl.data.cohort import (
     IN_MEMORY_BYTES,
-    Examples,
+    Cohort,
     bag_batch_size,
     build_bag_examples,
     cache_examples,
     find_allowed_classes,
     resize_images,
 )
-from wsi_fl.learning.tasks import Task, fold_strata
-from wsi_fl.learning.validation import HoldoutDraw, assign_folds
+from wsi_fl.data.tasks import Task, fold_strata
+from wsi_fl.data.validation import HoldoutDraw, assign_folds
+from wsi_fl.federation.preflight import ModelInputs
 from wsi_fl.runs.site_folder import PIXELS_KEY
 from wsi_fl.slides.patching.scan_copies import Scan
 from wsi_fl.slides.reading.probe import check_opens_safely
@@ -225,7 +225,7 @@ class SiteData:
         """The shape of a model's input."""
         raise NotImplementedError
 
-    def load_examples(self, split: str) -> Examples:
+    def load_examples(self, split: str) -> Cohort:
         """Return the examples of a split, in memory where they fit."""
         raise NotImplementedError
 
@@ -256,7 +256,7 @@ class SiteData:
         """Refuse features of other patches than those of the site's patch store, where that exists."""
 
     @cached_property
-    def test_examples(self) -> Examples:
+    def test_examples(self) -> Cohort:
         """The test examples, read once."""
         return self.load_examples("test")
 
@@ -276,7 +276,7 @@ class PatchData(SiteData):
     def shape(self) -> types.Images:
         return types.Images(self.store.n_channels, self.pipeline.train.input_px or self.store.meta.spec.size_px)
 
-    def load_examples(self, split: str) -> Examples:
+    def load_examples(self, split: str) -> Cohort:
         examples = load_patches(self.store, split, self.shape.size_px, table=self.table)
         self.store.close_shards()  # a process may hold the stores of hundreds of sites
         return examples
@@ -379,7 +379,7 @@ def load_patches(
     input_px: int | None,
     in_memory_bytes: int = IN_MEMORY_BYTES,
     table: PatchTable | None = None,
-) -> Examples:
+) -> Cohort:
     """Return the patches of a split of the store, reduced to input_px, in memory where they fit.
 
     Args:
@@ -388,7 +388,7 @@ def load_patches(
     table = store.table if table is None else table
     rows = np.flatnonzero(table.split == split)
     split_table = table.take(rows)
-    examples = Examples(
+    examples = Cohort(
         lambda chosen: store.read(rows[chosen]), split_table.label, split_table.slide, split_table.patient
     )
     return cache_examples(resize_images(examples, input_px) if input_px else examples, in_memory_bytes)
@@ -524,7 +524,7 @@ class _BagData(SiteData):
                 sums[k] += features[patient_index == k].sum(axis=0, dtype=np.float64)
         return (sums / n[:, None]).astype(np.float32)
 
-    def load_examples(self, split: str) -> Examples:
+    def load_examples(self, split: str) -> Cohort:
         rows = np.flatnonzero(self.table.split == split)
         table = self.table.take(rows)
         allowed = None if self.target_labels else self._find_allowed(table, rows)
@@ -533,7 +533,7 @@ class _BagData(SiteData):
             examples = self._bag_examples(table, [bags[row] for row in rows], allowed)
             return replace(examples, task=self.task)
         read = self._patient_means.__getitem__ if self.example == "patient" else self.store.read
-        examples = Examples(
+        examples = Cohort(
             lambda chosen: read(rows[chosen]), table.label, table.slide, table.patient, allowed, task=self.task
         )
         return cache_examples(examples, chunk=_READ_ROWS)
@@ -556,7 +556,7 @@ class _BagData(SiteData):
 
     def _bag_examples(
         self, table: BagTable, rows: Sequence[NDArray[np.int64]], allowed: NDArray[np.bool_] | None
-    ) -> Examples:
+    ) -> Cohort:
         """Return the examples of a table, each of one or more slides of the store, by position."""
         store = self.store
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import types
-from wsi_fl.learning.survival import require_extra
-from wsi_fl.learning.tasks import CLASSES, NumberTask, SurvivalTask, Task
+from wsi_fl.data.survival import require_extra
+from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, Task
 from wsi_fl.slides.layouts.common import TableRow, filter_site, read_rows, suggest_decimal_point
 from wsi_fl.slides.layouts.spreadsheets import PATIENT_NAMES, normalize_columns, parse_cell_number, require_typed_name
 from wsi_fl.study.folder import Study

@@ -16,11 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from wsi_fl.federation.methods import MakeLearner, Method
-from wsi_fl.federation.preflight import PreflightDocument, Setting
-from wsi_fl.federation.site_state import Schedule, Site
-from wsi_fl.learning.examples import (
-    Examples,
+from wsi_fl.data.cohort import (
+    Cohort,
     build_augmentation,
     concatenate_examples,
     draw_epoch_rows,
@@ -28,6 +25,12 @@ from wsi_fl.learning.examples import (
     sample_patches,
     select_examples,
 )
+from wsi_fl.data.metrics import Probabilities
+from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, build_canaries, toss_coins
+from wsi_fl.data.validation import COMMON, ENSEMBLE, LOCAL, draw_held_out, require_patient_names
+from wsi_fl.federation.methods import MakeLearner, Method
+from wsi_fl.federation.preflight import PreflightDocument, Setting
+from wsi_fl.federation.site_state import Schedule, Site
 from wsi_fl.learning.local_training import (
     DPSettings,
     Learner,
@@ -35,23 +38,20 @@ from wsi_fl.learning.local_training import (
     replace_nonfinite,
     take_supervised_step,
 )
-from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.privacy_units import Canaries, PrivacyUnits, build_canaries, toss_coins
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fit_linear_head, tune_hyperparameters
-from wsi_fl.learning.validation import COMMON, ENSEMBLE, LOCAL, draw_held_out, require_patient_names
 from wsi_fl.models import HUB, StartWeights, create_model, parameters_digest, schema_digest, start_digest
 from wsi_fl.models.mil import MeanOfBag
-from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.weights import NoWeightsError
+from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
+from wsi_fl.oneshot.released_statistics import build_header, has_patient_means, load_projection, refuse_mismatch
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.class_statistics import explain_invalid_statistics
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
 from wsi_fl.slides.patching.scan_copies import describe_copies
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.privacy_account import build_units, count_affordable, loss_weights, open_account
-from wsi_fl.stages.site.released_statistics import build_header, has_patient_means, load_projection, refuse_mismatch
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import SiteData, list_scans
 from wsi_fl.stages.training.checks import build_graph, collect_versions
@@ -220,8 +220,8 @@ class TrainingPart(NamedTuple):
         units: privacy units of `SiteData.list_eligible`, for the rows of `train`.
     """
 
-    train: Examples
-    validation: Examples | None
+    train: Cohort
+    validation: Cohort | None
     units: PrivacyUnits
 
 
@@ -229,7 +229,7 @@ def load_training(context: RunContext, name: str) -> TrainingPart:
     """Return the training and validation examples of a site."""
     if context.method.learns_from != "everybody":
         return _split_validation(context, context.open_data(name))
-    parts: list[Examples] = []
+    parts: list[Cohort] = []
     patients: list[NDArray[np.str_]] = []
     places: list[NDArray[np.int64]] = []
     for site in context.names:  # patients of different sites are distinct, even with equal names
@@ -290,7 +290,7 @@ def describe_disclosures(site: Site, method: Method) -> str:
     return text
 
 
-def _load_examples(data: SiteData) -> Examples:
+def _load_examples(data: SiteData) -> Cohort:
     """Return a site's training examples; with `train.max_patches` patches of bags are drawn again in each epoch."""
     if not data.receives and data.classes == UNLABELLED:
         raise UsageError(
@@ -388,7 +388,7 @@ def find_architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: 
 
 
 def _learner_factory(
-    context: RunContext, index: int, device: torch.device, plan: PrivacyPlan | None, train: Examples
+    context: RunContext, index: int, device: torch.device, plan: PrivacyPlan | None, train: Cohort
 ) -> MakeLearner:
     """Return a factory of a method's learners, with the noise of the plan where they have DP."""
     site, pipeline, keys = context.sites[index], context.pipeline, context.pipeline.train
@@ -420,7 +420,7 @@ def _default_parameters(keys: TrainSettings) -> HyperParameters:
 def _build_learner(
     model: nn.Module,
     hyper_parameters: HyperParameters,
-    train: Examples,
+    train: Cohort,
     n_classes: int,
     device: torch.device,
     pipeline: Pipeline,
@@ -502,7 +502,7 @@ def _set_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> No
     linear.bias.copy_(bias)
 
 
-def _fit_head(model: nn.Module, train: Examples, n_classes: int, device: torch.device) -> FittedHead:
+def _fit_head(model: nn.Module, train: Cohort, n_classes: int, device: torch.device) -> FittedHead:
     """Return the linear layer with the best held-out loss, on outputs of the fixed layers."""
     assert isinstance(model, nn.Sequential)
     fixed_layers = model[:-1].to(device)

@@ -10,12 +10,12 @@ from typing import Any
 from wsi_fl import __version__
 from wsi_fl.federation.methods import FILES, SHARED_HEAD, Method, list_names
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, find_topology, list_hops, read_graph
-from wsi_fl.privacy.secagg import require_enough_sites
+from wsi_fl.oneshot.released_statistics import STATISTICS_RUN, describe_missing
+from wsi_fl.oneshot.secagg import require_enough_sites
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.privacy_account import costs_epsilon, require_budget
 from wsi_fl.stages.site.public_sources import require_published
-from wsi_fl.stages.site.released_statistics import STATISTICS_RUN, describe_missing
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import list_scans, open_data
 from wsi_fl.study.site_file import SiteFile

@@ -19,6 +19,7 @@ from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.comm import Comm, MpiComm
 from wsi_fl.federation.cross_site_evaluation import CrossSiteScoring
 from wsi_fl.federation.site_state import Site
+from wsi_fl.oneshot.sync_statistics import sync_statistics
 from wsi_fl.report.formatting import SCORES
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import append_note, hold_site_lock
@@ -46,7 +47,6 @@ from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.launch import hint_resume
 from wsi_fl.stages.training.resume import RunRequest, select_run
 from wsi_fl.stages.training.summary import Summary, SummaryRow, build_row, build_summary
-from wsi_fl.stages.training.sync_statistics import sync_statistics
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml

@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any, NamedTuple, TypedDict, cast
 from uuid import uuid4
 
+from wsi_fl.data.validation import rare_classes
 from wsi_fl.federation.comm import LocalComm, load_mpi
-from wsi_fl.learning.validation import rare_classes
 from wsi_fl.report.formatting import describe_absences, describe_worst_detection, format_statistics
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import Lines, NestedProgress, SilentProgress, TextLine, Watcher, print_message

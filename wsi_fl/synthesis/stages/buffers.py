@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from wsi_fl.data.cohort import Cohort, resize_images
 from wsi_fl.federation.site_state import Buffer, BufferShape
-from wsi_fl.learning.examples import Examples, resize_images
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import PatchData, is_source_store
 from wsi_fl.study.pipeline import Pipeline
@@ -70,7 +70,7 @@ def _draw_buffer(context: RunContext, data: PatchData, shape: BufferShape, index
     provenance |= {"seed": seed}
     images = np.concatenate(list(transpose_images(GAN.draw_images(folder, provenance, labels))))
     names = np.full(len(labels), "synthetic")
-    examples = resize_images(Examples(lambda rows: images[rows], labels, names, names), shape.size_px)
+    examples = resize_images(Cohort(lambda rows: images[rows], labels, names, names), shape.size_px)
     return Buffer(shape, shape.pack_samples(examples.read(np.arange(len(labels))), labels), provenance)
 
 

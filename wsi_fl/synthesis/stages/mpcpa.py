@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import from_numpy
 from typing_extensions import TypedDict
 
+from wsi_fl.data.cohort import Cohort, concatenate_examples, select_examples
+from wsi_fl.data.privacy_units import row_units
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Digest, RoundNumber
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
 from wsi_fl.federation.site_state import Site, release_once
-from wsi_fl.learning.examples import Examples, concatenate_examples, select_examples
-from wsi_fl.learning.privacy_units import row_units
 from wsi_fl.models import schema_digest
 from wsi_fl.privacy.ledger_file import Release, digest_values
 from wsi_fl.stages.runtime.console import Watcher
@@ -180,7 +180,7 @@ def _set_training_examples(context: RunContext, site: Site) -> None:
     site.units = row_units(len(site.train))
 
 
-def _load_generated(study: Study, key: str, size_px: int, per_class: int | None) -> Examples:
+def _load_generated(study: Study, key: str, size_px: int, per_class: int | None) -> Cohort:
     """Return the images of one denoiser, or the first of each class, as classes alternate."""
     store = PatchStore(study.synthetic_path(key))
     examples = load_patches(store, "train", size_px)

@@ -2,7 +2,7 @@
 
 Each site adds a share of discrete noise, and masks that cancel in the sum (Bonawitz et al., CCS 2017; Kairouz, Liu and
 Steinke, ICML 2021). ε of the sum holds against all who see it, and against up to t colluding sites. A dropout makes the
-sum unreadable, unless the sites shared their keys secretly first (`privacy.dropouts`, `wsi_fl.privacy.secagg`). The
+sum unreadable, unless the sites shared their keys secretly first (`privacy.dropouts`, `wsi_fl.oneshot.secagg`). The
 others then begin again with fresh noise, which is charged once more. A peer's message never makes a site begin again:
 it does so only without a sum, and a few times under each approval.
 """
@@ -27,9 +27,8 @@ from wsi_fl.federation.methods import Method
 from wsi_fl.federation.push_sum import PushSum
 from wsi_fl.federation.site_state import Schedule, Site, write_checkpoint
 from wsi_fl.models import schema_digest
-from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.class_statistics import explain_invalid_statistics
-from wsi_fl.privacy.discrete_noise import (
+from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
+from wsi_fl.oneshot.discrete_noise import (
     NOISE_MARGIN,
     STEPS_PER_UNIT,
     discrete_gaussian,
@@ -38,10 +37,11 @@ from wsi_fl.privacy.discrete_noise import (
     quantize,
     share_sigma,
 )
+from wsi_fl.oneshot.secagg import KeyPair, SecureSum, mask_values, require_enough_sites, sum_messages, vote_threshold
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, count_attempts
 from wsi_fl.privacy.ledger_file import Release, run_id
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
-from wsi_fl.privacy.secagg import KeyPair, SecureSum, mask_values, require_enough_sites, sum_messages, vote_threshold
 from wsi_fl.types import NoCommonPlan, WsiFlError
 
 _T = TypeVar("_T")

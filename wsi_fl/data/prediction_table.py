@@ -9,8 +9,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.metrics import (
+from wsi_fl.data.cohort import Cohort
+from wsi_fl.data.metrics import (
     Labels,
     Probabilities,
     aggregate_slides,
@@ -20,7 +20,7 @@ from wsi_fl.learning.metrics import (
     confusion_matrix,
     score_unweighted,
 )
-from wsi_fl.learning.tasks import CLASSES, PredictionArray, Task, Truth, score_intervals, score_predictions
+from wsi_fl.data.tasks import CLASSES, PredictionArray, Task, Truth, score_intervals, score_predictions
 
 Names = NDArray[np.str_]
 _MEAN_RULES = ("mean", "weighted_mean")
@@ -58,7 +58,7 @@ class PredictionTable:
     @classmethod
     def from_examples(
         cls,
-        parts: Mapping[str, Examples],
+        parts: Mapping[str, Cohort],
         *,
         site: str,
         model: str,

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning import metrics, survival
-from wsi_fl.learning.metrics import (
+from wsi_fl.data import metrics, survival
+from wsi_fl.data.metrics import (
     Measure,
     Weights,
     bootstrap_intervals,
@@ -28,7 +28,7 @@ from wsi_fl.learning.metrics import (
     choose_classes,
     score_unweighted,
 )
-from wsi_fl.privacy.attacks import share_interval
+from wsi_fl.evidence.attacks import share_interval
 
 if TYPE_CHECKING:
     from torch import Tensor

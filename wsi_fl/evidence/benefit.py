@@ -10,9 +10,10 @@ from math import hypot
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import SCORES
-from wsi_fl.learning.tasks import CLASSES, Task
-from wsi_fl.learning.verdict import (
+from wsi_fl.data.metrics import SCORES
+from wsi_fl.data.tasks import CLASSES, Task
+from wsi_fl.evidence.compare_runs import FinishedRun
+from wsi_fl.evidence.verdict import (
     Estimate,
     EstimateDocument,
     decide_verdict,
@@ -21,7 +22,6 @@ from wsi_fl.learning.verdict import (
     has_pooled_gain,
 )
 from wsi_fl.report.formatting import score_in_sentence
-from wsi_fl.stages.evaluation.compare_runs import FinishedRun
 from wsi_fl.stages.evaluation.write_predictions import ExampleScores, Key, read_example_scores
 from wsi_fl.stages.site.target_labels import build_task
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wsi_fl.learning.tasks import CLASSES, Task
+from wsi_fl.data.tasks import CLASSES, Task
 from wsi_fl.system.direct_io import BufferPool
 from wsi_fl.system.prefetch import prefetch_items
 from wsi_fl.types import BagTable, UsageError
@@ -41,7 +41,7 @@ _BATCH_BUFFERS = BufferPool(capacity=2)
 
 
 @dataclass(frozen=True)
-class Examples:
+class Cohort:
     """n labelled images, or slides as bags of features.
 
     Attributes:
@@ -70,7 +70,7 @@ class Examples:
     @staticmethod
     def from_arrays(
         x: Inputs | Sequence[Inputs], label: ArrayLike | None = None, patient: Sequence[str] = ()
-    ) -> Examples:
+    ) -> Cohort:
         """Return n examples in memory.
 
         Args:
@@ -95,7 +95,7 @@ class Examples:
         for kind, column in (("labels", labels), ("patients", names)):
             if column.shape != (n,):
                 raise UsageError(f"{n} examples need as many {kind}, not {_format_shape(column.shape)}")
-        return Examples(read, labels, unknown, names)
+        return Cohort(read, labels, unknown, names)
 
 
 def _convert_inputs(x: Inputs) -> Inputs:
@@ -142,7 +142,7 @@ def _format_shape(shape: tuple[int, ...]) -> str:
 _IMAGE_DIMENSIONS = 4
 
 
-def find_problem(examples: Examples, n_outputs: int) -> str:
+def find_problem(examples: Cohort, n_outputs: int) -> str:
     """Return why a model of `n_outputs` outputs cannot be trained on examples, "" where it can; all are read."""
     if not len(examples):
         return "it has no examples"
@@ -166,7 +166,7 @@ def find_problem(examples: Examples, n_outputs: int) -> str:
 _CHECK_ROWS = 256
 
 
-def _find_label_problem(examples: Examples, n_outputs: int | None) -> str:
+def _find_label_problem(examples: Cohort, n_outputs: int | None) -> str:
     """Return the first label that is invalid for a model of `n_outputs` outputs (None: any number); "" without one."""
     labels, task = examples.label, examples.task
     possible = task.find_valid(labels, n_outputs or _MAX_CLASSES)
@@ -183,7 +183,7 @@ def _find_label_problem(examples: Examples, n_outputs: int | None) -> str:
 _MAX_CLASSES = 1 << 31
 
 
-def require_labels(examples: Examples) -> None:
+def require_labels(examples: Cohort) -> None:
     """Refuse class labels other than integers.
 
     Raises:
@@ -210,7 +210,7 @@ def build_bag_examples(
     n_features: int,
     in_memory: bool,
     at_once: int | None = None,
-) -> Examples:
+) -> Cohort:
     """Return the slides of a table as examples.
 
     Args:
@@ -226,7 +226,7 @@ def build_bag_examples(
             return np.zeros((0, 1, n_features + 1), np.float32)
         return pack_bags([read_bag(int(k)) for k in rows])
 
-    return Examples(read_rows, table.label, table.slide, table.patient, allowed, at_once=at_once)
+    return Cohort(read_rows, table.label, table.slide, table.patient, allowed, at_once=at_once)
 
 
 def bag_batch_size(longest: int, n_features: int) -> int:
@@ -234,11 +234,11 @@ def bag_batch_size(longest: int, n_features: int) -> int:
     return max(1, _MAX_BAG_VALUES // max(1, longest * (n_features + 1)))
 
 
-def build_unlabelled_bags(bags: Sequence[_Features], allowed: NDArray[np.bool_], task: Task = CLASSES) -> Examples:
+def build_unlabelled_bags(bags: Sequence[_Features], allowed: NDArray[np.bool_], task: Task = CLASSES) -> Cohort:
     """Return unlabelled bags as examples to predict, with their possible classes bool[classes]."""
     possible = np.broadcast_to(allowed, (len(bags), len(allowed))) if task.kind == "classes" else None
     at_once = bag_batch_size(max(map(len, bags)), bags[0].shape[1])
-    return replace(Examples.from_arrays(bags), allowed=possible, at_once=at_once, task=task)
+    return replace(Cohort.from_arrays(bags), allowed=possible, at_once=at_once, task=task)
 
 
 def find_allowed_classes(
@@ -249,7 +249,7 @@ def find_allowed_classes(
     return np.array(rows, bool).reshape(len(tumor_type), len(classes))
 
 
-def sample_patches(examples: Examples, max_patches: int) -> Examples:
+def sample_patches(examples: Cohort, max_patches: int) -> Cohort:
     """Return the same bags, of which training gets at most `max_patches` patches, redrawn in every batch.
 
     The patches follow from a number drawn with the batch and the bag's length only. So bags are sampled independently
@@ -270,10 +270,10 @@ def sample_patches(examples: Examples, max_patches: int) -> Examples:
     return replace(examples, show=show)
 
 
-def select_examples(examples: Examples, rows: NDArray[np.int64]) -> Examples:
+def select_examples(examples: Cohort, rows: NDArray[np.int64]) -> Cohort:
     """Return the examples at rows int64[m], in this order."""
     show = examples.show
-    return Examples(
+    return Cohort(
         lambda chosen: examples.read(rows[chosen]),
         examples.label[rows],
         examples.slide[rows],
@@ -285,7 +285,7 @@ def select_examples(examples: Examples, rows: NDArray[np.int64]) -> Examples:
     )
 
 
-def resize_images(examples: Examples, size_px: int) -> Examples:
+def resize_images(examples: Cohort, size_px: int) -> Cohort:
     """Return the same images at size_px × size_px."""
     return replace(examples, read=lambda rows: downsample_pixels(examples.read(rows), size_px))
 
@@ -302,7 +302,7 @@ def downsample_pixels(pixels: NDArray[np.uint8], size_px: int) -> NDArray[np.uin
     return smaller.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
 
-def cache_examples(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk: int = 64) -> Examples:
+def cache_examples(examples: Cohort, limit_bytes: int = IN_MEMORY_BYTES, chunk: int = 64) -> Cohort:
     """Return the same images cached in memory if they fit in `limit_bytes`, else unchanged."""
     if not len(examples):
         return examples
@@ -316,7 +316,7 @@ def cache_examples(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk
     return replace(examples, read=lambda rows: pixels[rows])
 
 
-def concatenate_examples(parts: list[Examples]) -> Examples:
+def concatenate_examples(parts: list[Cohort]) -> Cohort:
     """Concatenate sets of examples, in order; bags are padded to the longest of a batch."""
     if len(parts) == 1:
         return parts[0]
@@ -337,7 +337,7 @@ def concatenate_examples(parts: list[Examples]) -> Examples:
         return out
 
     shows = [part.show for part in parts if part.show is not None]
-    return Examples(
+    return Cohort(
         partial(gather_inputs, [part.read for part in parts]),
         np.concatenate([part.label for part in parts]),
         np.concatenate([part.slide for part in parts]),
@@ -349,7 +349,7 @@ def concatenate_examples(parts: list[Examples]) -> Examples:
     )
 
 
-def _concatenate_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
+def _concatenate_allowed(parts: list[Cohort]) -> NDArray[np.bool_] | None:
     """Concatenate the allowed classes of all parts, whose classes agree by the preflight."""
     class_counts = [part.allowed.shape[1] for part in parts if part.allowed is not None]
     if not class_counts:
@@ -397,7 +397,7 @@ def draw_epoch_rows(n: int, batch_size: int, epochs: int, *, sampler: CipherStre
 
 
 def load_batches(
-    examples: Examples,
+    examples: Cohort,
     rows: Iterator[NDArray[np.int64]],
     *,
     augment: Augment | None,
@@ -410,7 +410,7 @@ def load_batches(
 
     Args:
         rows: of each batch, int64[b].
-        draws: stream of the numbers for the training inputs of `Examples.show`; None for the inputs of `read`.
+        draws: stream of the numbers for the training inputs of `Cohort.show`; None for the inputs of `read`.
     """
     import torch
 

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wsi_fl.models.shared_head import COUNT_WEIGHT, SharedHead
-from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.discrete_noise import (
+from wsi_fl.oneshot.discrete_noise import (
     NOISE_MARGIN,
     STEPS_PER_UNIT,
     discrete_gaussian,
     quantization_sensitivity,
     quantize,
 )
+from wsi_fl.oneshot.shared_head import COUNT_WEIGHT, SharedHead
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
 

@@ -9,7 +9,7 @@ from math import asinh, ceil, log, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.clinical_metrics import Z
+from wsi_fl.evidence.clinical_metrics import Z
 
 _Floats = NDArray[np.float64]
 

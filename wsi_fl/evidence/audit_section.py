@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from wsi_fl.privacy.attacks import best_test_tpr as found_at
+from wsi_fl.evidence.attacks import best_test_tpr as found_at
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, open_figure, render_svg, shorten_label
 from wsi_fl.report.formatting import DASH, Finding, Json, format_number, format_percent, is_number
 

@@ -21,7 +21,7 @@ from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError, encoder_differences
 
 if TYPE_CHECKING:
-    from wsi_fl.models.projection import Projection
+    from wsi_fl.oneshot.projection import Projection
 
 STATISTICS_RUN = "oneshot"
 """Name of the release in ledgers."""
@@ -67,7 +67,7 @@ class StatisticsHeader(BaseModel):
     @property
     def columns(self) -> int:
         """Return the number of columns of sums; ValidationError when `task` is no `[target]`."""
-        from wsi_fl.models.shared_head import count_columns  # and with it PyTorch
+        from wsi_fl.oneshot.shared_head import count_columns  # and with it PyTorch
 
         target = TargetSettings.model_validate_json(self.task or "{}")
         return count_columns(len(self.classes), target.target_kind)
@@ -102,7 +102,7 @@ def encode_file(statistics: ReleasedStatistics) -> bytes:
 
 def read_statistics(path: Path, label: str) -> ReleasedStatistics:
     """Read a released file; WsiFlError where numbers and header do not match."""
-    from wsi_fl.models.shared_head import count_sums  # and with it PyTorch
+    from wsi_fl.oneshot.shared_head import count_sums  # and with it PyTorch
 
     try:
         tensors, document = load_tensors(path, "release")
@@ -172,7 +172,7 @@ def build_header(data: SiteData) -> dict[str, Any]:
 
 def load_projection(data: SiteData) -> Projection:
     """Return the projection of a site's features: of public reference slides, or random."""
-    from wsi_fl.models.projection import random_projection  # and with it PyTorch
+    from wsi_fl.oneshot.projection import random_projection  # and with it PyTorch
 
     assert isinstance(data.shape, Bags | Vectors)
     choice, encoder = data.pipeline.model.projection, data.describe_inputs()["encoder"]
@@ -195,7 +195,7 @@ def has_patient_means(pipeline: Pipeline) -> bool:
 
 def open_projection(study: Study, path: str) -> Projection:
     """Read the projection in a file of the study; WsiFlError when it is missing or damaged."""
-    from wsi_fl.models.projection import read_projection
+    from wsi_fl.oneshot.projection import read_projection
 
     file = study.resolve(path)
     if not file.exists():

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from wsi_fl.data.cohort import Cohort, build_tensor, concatenate_examples, find_problem
+from wsi_fl.data.metrics import fill_patient_names
+from wsi_fl.data.privacy_units import patient_units, row_units
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.loop import run
 from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, Method, Weights
 from wsi_fl.federation.site_state import Schedule, Site
-from wsi_fl.learning.examples import Examples, build_tensor, concatenate_examples, find_problem
 from wsi_fl.learning.local_training import DPSettings, Learner, load_site_rows
-from wsi_fl.learning.metrics import fill_patient_names
-from wsi_fl.learning.privacy_units import patient_units, row_units
-from wsi_fl.models.projection import N_RANDOM, Projection
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.projection import N_RANDOM, Projection
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.engine_selection import select_engine
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -55,12 +55,12 @@ class SiteResult:
 
 
 def federate(
-    sites: Mapping[str, Examples],
+    sites: Mapping[str, Cohort],
     method: str | Method = DEFAULT_METHOD,
     *,
     private: _MakeModel,
     proxy: _MakeModel | None = None,
-    tests: Mapping[str, Examples] | None = None,
+    tests: Mapping[str, Cohort] | None = None,
     rounds: int = 10,
     batch_size: int = 32,
     lr: float = 1e-3,
@@ -136,7 +136,7 @@ def federate(
         if "done" in event:
             round_lines[event["site"]].append(event["done"])
 
-    def make_learner(role: str, index: int, train: Examples, plan: PrivacyPlan | None) -> Learner:
+    def make_learner(role: str, index: int, train: Cohort, plan: PrivacyPlan | None) -> Learner:
         has_own_start = role == "private" and not row.learners[role].common
         make = private if role == "private" else proxy or private
         model = _make_seeded(make, seed + (_SEED_STEP * (index + 1) if has_own_start else 0))
@@ -198,7 +198,7 @@ def _make_seeded(make: _MakeModel, seed: int) -> nn.Module:
         return make()
 
 
-def _make_dp_settings(model: nn.Module, train: Examples, plan: PrivacyPlan) -> DPSettings:
+def _make_dp_settings(model: nn.Module, train: Cohort, plan: PrivacyPlan) -> DPSettings:
     """Return the settings of training by a plan; a caller's model is first measured on rows of the site."""
     engine = None
     if not isinstance(model, SharedHead) and len(train) > 1:
@@ -214,8 +214,8 @@ _MEASURED_ROWS = 32
 
 
 def _require_examples(
-    sites: Mapping[str, Examples],
-    tests: Mapping[str, Examples],
+    sites: Mapping[str, Cohort],
+    tests: Mapping[str, Cohort],
     method: Method,
     models: Mapping[str, _MakeModel],
     seed: int,
@@ -248,7 +248,7 @@ def _require_examples(
 
 
 @torch.no_grad()
-def _count_outputs(role: str, make: _MakeModel, sites: Mapping[str, Examples], seed: int) -> int:
+def _count_outputs(role: str, make: _MakeModel, sites: Mapping[str, Cohort], seed: int) -> int:
     """Return the number of a model's outputs, the same at all sites.
 
     Raises:

@@ -10,20 +10,15 @@ from math import inf
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
+from wsi_fl.data.metrics import mean_and_sd, mean_of_available
+from wsi_fl.evidence import benefit_figure as worth_figure
+from wsi_fl.evidence import comparison_page
+from wsi_fl.evidence.benefit import BALANCED, Gain, compare_by_site, compare_over_all
+from wsi_fl.evidence.compare_runs import FinishedRun, add_baseline, find_differing_settings, is_baseline, resolve_runs
+from wsi_fl.evidence.comparison_page import ChartRow, settings_words
+from wsi_fl.evidence.verdict import PairedTest, compare_pairs, holm_adjust
 from wsi_fl.federation.methods import LOCAL_METHOD
-from wsi_fl.learning.metrics import mean_and_sd, mean_of_available
-from wsi_fl.learning.verdict import PairedTest, compare_pairs, holm_adjust
-from wsi_fl.report import benefit_figure as worth_figure
-from wsi_fl.report import comparison_page, formatting
-from wsi_fl.report.comparison_page import ChartRow, settings_words
-from wsi_fl.stages.evaluation.benefit import BALANCED, Gain, compare_by_site, compare_over_all
-from wsi_fl.stages.evaluation.compare_runs import (
-    FinishedRun,
-    add_baseline,
-    find_differing_settings,
-    is_baseline,
-    resolve_runs,
-)
+from wsi_fl.report import formatting
 from wsi_fl.stages.evaluation.write_predictions import read_example_scores
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.site.site_data import find_example_kind

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from wsi_fl.models.mil import MeanOfBag
-from wsi_fl.models.projection import N_RANDOM, Projection, random_projection
+from wsi_fl.oneshot.projection import N_RANDOM, Projection, random_projection
 from wsi_fl.types import UsageError
 
 HeadKind = Literal["classes", "number", "survival"]

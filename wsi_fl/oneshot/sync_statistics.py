@@ -17,10 +17,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Digest, ProtocolError, SiteName
-from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.ledger_file import digest_values
-from wsi_fl.stages.site.privacy_account import build_terms, find_guarantee, open_ledger, require_release
-from wsi_fl.stages.site.released_statistics import (
+from wsi_fl.oneshot.released_statistics import (
     STATISTICS_RUN,
     ReleasedStatistics,
     build_header,
@@ -29,6 +26,9 @@ from wsi_fl.stages.site.released_statistics import (
     refuse_another_site,
     refuse_mismatch,
 )
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.ledger_file import digest_values
+from wsi_fl.stages.site.privacy_account import build_terms, find_guarantee, open_ledger, require_release
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.checks import require_statistics
 from wsi_fl.system.files import atomic_path

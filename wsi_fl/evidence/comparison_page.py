@@ -15,8 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from wsi_fl.learning.verdict import Estimate, decide_verdict, estimate_from_repetitions
-from wsi_fl.report import benefit_figure, figures, formatting
+from wsi_fl.evidence import benefit_figure
+from wsi_fl.evidence.verdict import Estimate, decide_verdict, estimate_from_repetitions
+from wsi_fl.report import figures, formatting
 from wsi_fl.report.figures import Chart
 from wsi_fl.report.formatting import Finding, Json, format_number, is_number
 from wsi_fl.report.templates import fill_template

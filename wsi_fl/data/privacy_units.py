@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.examples import Examples, Inputs, concatenate_examples, draw_epoch_rows, select_examples
+from wsi_fl.data.cohort import Cohort, Inputs, concatenate_examples, draw_epoch_rows, select_examples
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -143,10 +143,10 @@ class TrainingSources:
         received: buffers of other sites' synthetic samples.
     """
 
-    real: Examples
+    real: Cohort
     units: PrivacyUnits
-    synthetic: Examples | None = None
-    received: Sequence[Examples] = ()
+    synthetic: Cohort | None = None
+    received: Sequence[Cohort] = ()
 
     def build_training_set(self, learns_from: LearnsFrom) -> TrainingSet | None:
         """Return the training set of a round; None for a round without batches."""
@@ -174,11 +174,11 @@ class TrainingSet:
         replayed: examples that double each batch; None without any.
     """
 
-    epoch_examples: Examples
+    epoch_examples: Cohort
     units: PrivacyUnits
-    replayed: Examples | None = None
+    replayed: Cohort | None = None
 
-    def join_examples(self) -> Examples:
+    def join_examples(self) -> Cohort:
         """Return both parts concatenated, the examples of epochs first."""
         return (
             self.epoch_examples if self.replayed is None else concatenate_examples([self.epoch_examples, self.replayed])
@@ -237,9 +237,9 @@ class Canaries:
 
     seed: int
     included: NDArray[np.bool_]
-    examples: Examples
+    examples: Cohort
 
-    def select_planted(self) -> Examples:
+    def select_planted(self) -> Cohort:
         """Return the planted canaries, in order."""
         return select_examples(self.examples, np.flatnonzero(self.included))
 
@@ -261,7 +261,7 @@ def build_canaries(seed: int, included: NDArray[np.bool_], shape: Shape, n_class
     names = np.array([f"canary {k}" for k in range(m)])
     allowed = np.ones((m, n_classes), bool) if isinstance(shape, Bags) else None
     read = inputs.__getitem__
-    examples = Examples(read, labels, names, names, allowed, show=lambda rows, _: read(rows))
+    examples = Cohort(read, labels, names, names, allowed, show=lambda rows, _: read(rows))
     return Canaries(seed, included, examples)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import Encoder, encode_batches
-from wsi_fl.models.projection import (
+from wsi_fl.oneshot.projection import (
     N_PUBLIC,
     ProjectionOrigin,
     ProjectionSource,

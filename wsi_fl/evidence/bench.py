@@ -29,15 +29,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from wsi_fl.federation.in_memory import SiteResult, federate
+from wsi_fl.data.cohort import Cohort
+from wsi_fl.data.metrics import Probabilities, choose_classes
+from wsi_fl.federation.federate import SiteResult, federate
 from wsi_fl.federation.methods import LOCAL_METHOD, METHODS, POOLED_METHOD
 from wsi_fl.learning.ensemble import build_ensemble
-from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.metrics import Probabilities, choose_classes
 from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
 from wsi_fl.models.mil import build_linear_head
-from wsi_fl.models.projection import N_RANDOM, Projection, fit_projection, normalize_rows, read_projection
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.projection import N_RANDOM, Projection, fit_projection, normalize_rows, read_projection
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.privacy.privacy_plan import Unit, propose_plan
 from wsi_fl.report.templates import fill_template
@@ -261,7 +261,7 @@ def _train_federated(parts: Sequence[FeatureTable], job: _TrainingJob) -> list[S
         batch_size, sigma = plan.batch_size, plan.mechanism.sigma
     shape = len(parts[0].classes), parts[0].x.shape[1]
     learners = federate(
-        {f"S{k + 1}": Examples.from_arrays(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
+        {f"S{k + 1}": Cohort.from_arrays(part.x, part.y, part.patient.tolist()) for k, part in enumerate(parts)},
         method,
         private=lambda: build_linear_head(*shape),
         rounds=rounds,

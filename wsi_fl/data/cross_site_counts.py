@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.learning.metrics import Labels, Probabilities, compute_auroc, confusion_matrix, fill_patient_names
+from wsi_fl.data.metrics import Labels, Probabilities, compute_auroc, confusion_matrix, fill_patient_names
 
 N_BINS = 100
 """Maximum number of bins of the probability of class 1 for the counts of positives and negatives."""

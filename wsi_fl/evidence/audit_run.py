@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from wsi_fl.data.cohort import Cohort, load_batches
+from wsi_fl.data.metrics import choose_classes
+from wsi_fl.data.privacy_units import Canaries, PrivacyUnits
+from wsi_fl.data.validation import COMMON
+from wsi_fl.evidence import attacks
+from wsi_fl.evidence.audit_section import build_statistics_tables, list_audit_findings
 from wsi_fl.federation.methods import Method
-from wsi_fl.learning.examples import Examples, load_batches
 from wsi_fl.learning.local_training import example_losses, predict_examples
-from wsi_fl.learning.metrics import choose_classes
-from wsi_fl.learning.privacy_units import Canaries, PrivacyUnits
-from wsi_fl.learning.validation import COMMON
-from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy import attacks
+from wsi_fl.oneshot.class_statistics import NoisyStatistics, explain_invalid_statistics, head_excluding_site
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.class_statistics import NoisyStatistics, explain_invalid_statistics, head_excluding_site
-from wsi_fl.report.audit_section import build_statistics_tables, list_audit_findings
 from wsi_fl.report.formatting import format_number
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.load_models import is_trained_with_dp
@@ -188,7 +188,7 @@ def _load_audited_models(context: RunContext, index: int) -> list[_AuditedModel]
 
 
 def _attack_membership(
-    model: _AuditedModel, members: Examples, others: Mapping[str, Examples], repeats: int
+    model: _AuditedModel, members: Cohort, others: Mapping[str, Cohort], repeats: int
 ) -> dict[str, dict[str, object]]:
     """Attack membership by a threshold on the loss (Yeom et al., 2018), against each set of non-members."""
     scores = -example_losses(model.network, members, select_device())
@@ -298,7 +298,7 @@ def _load_head(context: RunContext, name: str) -> SharedHead:
 
 
 def _unit_statistics(
-    head: SharedHead, mechanism: NoisyStatistics, train: Examples, units: PrivacyUnits, rows: NDArray[np.int64]
+    head: SharedHead, mechanism: NoisyStatistics, train: Cohort, units: PrivacyUnits, rows: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return float64[units, k], the contribution of each unit to the class statistics."""
     ((x, y),) = load_batches(train, iter([rows]), augment=None, device=select_device())
@@ -314,7 +314,7 @@ def _unit_statistics(
     )
 
 
-def _group_units(classes: Sequence[str], train: Examples, units: PrivacyUnits) -> dict[str, NDArray[np.bool_]]:
+def _group_units(classes: Sequence[str], train: Cohort, units: PrivacyUnits) -> dict[str, NDArray[np.bool_]]:
     """Return masks of units by class, and by number of slides where some have several."""
     label = train.label[np.unique(units.of_row, return_index=True)[1]]
     slide_of = np.unique(train.slide, return_inverse=True)[1]
@@ -327,7 +327,7 @@ def _group_units(classes: Sequence[str], train: Examples, units: PrivacyUnits) -
 
 
 def _write_exposure(
-    path: Path, known_mu: NDArray[np.float64], unknown_mu: NDArray[np.float64], train: Examples, units: PrivacyUnits
+    path: Path, known_mu: NDArray[np.float64], unknown_mu: NDArray[np.float64], train: Cohort, units: PrivacyUnits
 ) -> None:
     """Write μ of all units, the most exposed first, for attackers who know all others or none."""
     _, row, n_rows = np.unique(units.of_row, return_index=True, return_counts=True)
@@ -381,7 +381,7 @@ def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[
     return [build_row(name, vector) for name, vector in statistics.items()]
 
 
-def _predict_classes(head: SharedHead, tests: list[Examples]) -> NDArray[np.int64]:
+def _predict_classes(head: SharedHead, tests: list[Cohort]) -> NDArray[np.int64]:
     """Return the predicted class of every example."""
     predictions = [
         choose_classes(predict_examples(head.solve_released_head(), examples, select_device())) for examples in tests

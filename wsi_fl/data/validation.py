@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.data.metrics import Labels, Probabilities, fill_patient_names
+from wsi_fl.data.tasks import CLASSES, Task, selection_score
 from wsi_fl.learning.ensemble import Ensemble
-from wsi_fl.learning.metrics import Labels, Probabilities, fill_patient_names
-from wsi_fl.learning.tasks import CLASSES, Task, selection_score
 from wsi_fl.types import UsageError
 
 COMMON = ("proxy", "shared")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.privacy.attacks import INTERVAL_QUANTILES, RankedScores, resample_clusters, share_interval
+from wsi_fl.evidence.attacks import INTERVAL_QUANTILES, RankedScores, resample_clusters, share_interval
 
 Probabilities = NDArray[np.float64]
 Labels = NDArray[np.int64]

@@ -13,11 +13,20 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from wsi_fl.learning.examples import Examples, load_batches
+from wsi_fl.data.cohort import Cohort, load_batches
+from wsi_fl.data.privacy_units import PrivacyUnits
 from wsi_fl.learning.local_training import DPSettings, Learner, compute_statistics
-from wsi_fl.learning.privacy_units import PrivacyUnits
 from wsi_fl.models import schema_digest
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.oneshot.released_statistics import (
+    STATISTICS_RUN,
+    ReleasedStatistics,
+    StatisticsHeader,
+    build_header,
+    read_statistics,
+    refuse_mismatch,
+    write_statistics,
+)
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.guarantee import collect_rounds
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -27,15 +36,6 @@ from wsi_fl.stages.prepare.slide_lists import Scope, select_sites
 from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
 from wsi_fl.stages.runtime.rank_job import RankJob, select_device
 from wsi_fl.stages.site import privacy_account
-from wsi_fl.stages.site.released_statistics import (
-    STATISTICS_RUN,
-    ReleasedStatistics,
-    StatisticsHeader,
-    build_header,
-    read_statistics,
-    refuse_mismatch,
-    write_statistics,
-)
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.build_sites import build_model, load_training
 from wsi_fl.study.folder import Study
@@ -172,7 +172,7 @@ def _compute_release(context: RunContext, ledger: PrivacyLedger) -> tuple[Releas
 
 
 def _sum_examples(
-    context: RunContext, train: Examples, units: PrivacyUnits, plan: PrivacyPlan | None, delta: float
+    context: RunContext, train: Cohort, units: PrivacyUnits, plan: PrivacyPlan | None, delta: float
 ) -> SharedHead:
     """Return the head with the sums of all units, with the noise of the plan."""
     keys, device, model = context.pipeline.train, select_device(), build_model(context, 0, "shared")
