@@ -27,17 +27,16 @@ from wsi_fl.stages.runtime.console import JsonEvents, SilentProgress, Watcher, d
 from wsi_fl.stages.site.privacy_account import compute_group
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.build_sites import (
+from wsi_fl.stages.training.build_sites import build_recipe, build_site
+from wsi_fl.stages.training.checks import check_budgets
+from wsi_fl.stages.training.launch import hint_resume
+from wsi_fl.stages.training.resume import RunRequest, record_site_files, select_run
+from wsi_fl.stages.training.site_preflight import (
     build_preflight,
-    build_schedule,
-    build_site,
     describe_disclosures,
     require_signed_model,
     store_decisions,
 )
-from wsi_fl.stages.training.checks import check_budgets
-from wsi_fl.stages.training.launch import hint_resume
-from wsi_fl.stages.training.resume import RunRequest, record_site_files, select_run
 from wsi_fl.stages.training.summary import Summary, SummaryRow, build_row, build_summary
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
@@ -63,6 +62,42 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
 def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
     """Run preflight and loop; return the rows of all sites."""
     sites = [build_site(context, index) for index in comm.sites]
+    _run_preflight(context, sites, comm, watcher)
+    method = context.method
+    with ExitStack() as stack:
+        for site in sites:  # one job per run: two would send two noisy versions of a round
+            stack.enter_context(hold_site_lock(site.folder.path))
+        for site in sites:
+            store_decisions(site)
+            if notice := describe_disclosures(site, method):
+                watcher.print_message(f"  {notice}")
+                site.folder.log(notice)
+        for disclosure in method.list_disclosures("before"):
+            disclosure.load_stage().provide_images(context, sites, comm, watcher)
+        report, recipe = _make_reporter(sites, context.pipeline, watcher), build_recipe(context)
+        loop.run(sites, method, recipe, comm, report)
+        CrossSiteScoring(  # of exchanged models, where test sets stay at their hospitals
+            sites,
+            method,
+            comm,
+            context.names,
+            classes=tuple(context.open_data(sites[0].name).classes),
+            rounds=recipe.rounds,
+            masked=recipe.colluding is not None,
+            is_isolated=not context.may_merge,
+            reporting_sites=[site.index for site in sites if context.reports_scores(site.name)],
+            report_alive=lambda site: report({"site": site.name, "round": recipe.rounds, "step": 1, "steps": 1}),
+        ).run()
+        for disclosure in method.list_disclosures("after"):
+            disclosure.load_stage().send_models(context, sites, comm)
+    rows = comm.gather([build_row(site) for site in sites], SummaryRow, patient=True)
+    for site in sites:
+        site.folder.write_account(site.ledger.summary() | {"group": compute_group(site)})
+    return rows
+
+
+def _run_preflight(context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
+    """Record what the sites begin with, compare their settings with all others', and note their numbers of units."""
     for site in sites:
         data = context.open_data(site.name)
         site.folder.record_store(data.digest(), data.describe_store())
@@ -73,46 +108,17 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
     documents = comm.gather(local_documents, preflight.PreflightDocument)
     preflight.compare_sites(documents)  # after the statistics were synchronised
     digests = {name: statistics.digest for name, statistics in context.statistics.items()}
-    for site in sites if digests else ():
-        site.folder.record_statistics_digests(digests)
+    for site in sites:
+        if digests:
+            site.folder.record_statistics_digests(digests)
+        site.announced_units = {
+            index: (document["units"], document["sigma"])
+            for index, document in zip(comm.running, documents, strict=True)
+        }
     limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
     warning = check_budgets(documents, limits, context.pipeline.train.rounds)
     if warning and comm.running[0] in comm.sites:
         watcher.print_message(f"  {warning}", public=True)
-    method = context.method
-    with ExitStack() as stack:
-        for site in sites:  # one job per run: two would send two noisy versions of a round
-            stack.enter_context(hold_site_lock(site.folder.path))
-        for site in sites:
-            site_documents = zip(comm.running, documents, strict=True)
-            site.announced_units = {index: (document["units"], document["sigma"]) for index, document in site_documents}
-            store_decisions(site)
-            if notice := describe_disclosures(site, method):
-                watcher.print_message(f"  {notice}")
-                site.folder.log(notice)
-        for disclosure in method.list_disclosures("before"):
-            disclosure.load_stage().provide_images(context, sites, comm, watcher)
-        report, schedule = _make_reporter(sites, context.pipeline, watcher), build_schedule(context)
-        rounds = schedule.rounds
-        loop.run(sites, method, schedule, comm, report)
-        CrossSiteScoring(  # of exchanged models, where test sets stay at their hospitals
-            sites,
-            method,
-            comm,
-            context.names,
-            classes=tuple(context.open_data(sites[0].name).classes),
-            rounds=rounds,
-            masked=schedule.colluding is not None,
-            is_isolated=not context.may_merge,
-            reporting_sites=[site.index for site in sites if context.reports_scores(site.name)],
-            report_alive=lambda site: report({"site": site.name, "round": rounds, "step": 1, "steps": 1}),
-        ).run()
-        for disclosure in method.list_disclosures("after"):
-            disclosure.load_stage().send_models(context, sites, comm)
-    rows = comm.gather([build_row(site) for site in sites], SummaryRow, patient=True)
-    for site in sites:
-        site.folder.write_account(site.ledger.summary() | {"group": compute_group(site)})
-    return rows
 
 
 def _note_preflight(context: RunContext, name: str, document: preflight.PreflightDocument) -> None:

@@ -30,8 +30,9 @@ from wsi_fl.stages.site.privacy_account import (
     list_mechanisms,
 )
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training.build_sites import build_preflight, build_schedule, build_site
+from wsi_fl.stages.training.build_sites import build_recipe, build_site
 from wsi_fl.stages.training.checks import check_budgets, check_run, report_doubts
+from wsi_fl.stages.training.site_preflight import build_preflight
 from wsi_fl.study.folder import Study
 from wsi_fl.system.machine import peak_bytes
 from wsi_fl.types import Images
@@ -119,15 +120,15 @@ def _measure_cost(site: Site, context: RunContext, affordable: int) -> _SiteCost
     units = np.unique(site.units.of_row)[:batch_size]
     stream = CipherStream.from_entropy()
     rows = [site.units.draw_rows(units, stream)] * (_TIMED_STEPS + 1)
-    schedule = build_schedule(context)
+    recipe = build_recipe(context)
     image_batches = load_batches(
-        site.training_examples(), iter(rows), augment=schedule.make_augment(stream), device=site.device, draws=stream
+        site.training_examples(), iter(rows), augment=recipe.make_augment(stream), device=site.device, draws=stream
     )
     start = 0.0
     for number, batch in enumerate(site.units.attach_units(image_batches, rows, site.device)):
         if number == 1:  # the first step warms up
             start = time.perf_counter()
-        context.method.step(site.learners, batch, schedule.weights, stream)
+        context.method.step(site.learners, batch, recipe.weights, stream)
         if local_learner := site.learners.get(LOCAL):
             take_supervised_step(local_learner, batch, stream)
     per_step = (time.perf_counter() - start) / _TIMED_STEPS
