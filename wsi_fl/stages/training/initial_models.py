@@ -98,7 +98,7 @@ def load_released(context: RunContext, site: Site) -> None:
             values = torch.from_numpy(local_statistics.vector).double()
             k = len(values) - local_statistics.header.columns
             head.set_noisy_statistics(values[:k], values[:k], values[k:])
-        learners["shared"].load_vector(mean, n_sites=n)
+        context.method.payload.load_mixture(learners["shared"], mean, n)
         return
     assert context.method.mixing_role is not None
     learner = learners[context.method.mixing_role]
