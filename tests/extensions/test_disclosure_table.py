@@ -309,8 +309,8 @@ def test_a_diverged_private_model_is_frozen_and_its_proxy_continues(study, monke
     calm = study.root / train(study, method="proxyfl", overrides=options, backend="local")["run"]
     real = loop._train_round
 
-    def diverges(site, method, schedule, round_, report):
-        losses = real(site, method, schedule, round_, report)
+    def diverges(site, recipe, round_, report):
+        losses = real(site, recipe, round_, report)
         if (site.name, round_) == ("S1", 2):
             learner = site.learners["private"]
             learner.load_vector(np.full_like(learner.parameter_vector(), weight))

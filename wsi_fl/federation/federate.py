@@ -204,7 +204,7 @@ def _run_in_memory(participants: Sequence[Participant], recipe: Recipe) -> dict[
 
     sites = [join(participant, recipe, index, _CPU) for index, participant in enumerate(participants)]
     try:
-        run(sites, recipe.method, recipe, LocalComm(len(sites)), collect_line)
+        run(sites, recipe, LocalComm(len(sites)), collect_line)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:  # of a user's model
         raise UsageError(f"a model fails in training: {single_line(error)[:200]}") from error
     roles = ("shared",) if recipe.method.is_oneshot else tuple(recipe.method.learners)

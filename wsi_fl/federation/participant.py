@@ -92,7 +92,7 @@ def join(participant: Participant, recipe: Recipe, index: int, device: torch.dev
     site = Site(
         index=index,
         name=participant.name,
-        learners=learners | fit.learners,
+        learners={**learners, **fit.learners},
         train=participant.train,
         tests=participant.tests,
         ledger=participant.ledger,
@@ -109,8 +109,9 @@ def join(participant: Participant, recipe: Recipe, index: int, device: torch.dev
         returning=participant.returning,
         buffer=participant.buffer,
     )
-    for role in {*COMMON, method.mixing_role} & site.learners.keys():
-        method.payload.load_rows(site.learners[role], site.train)
+    for role, learner in site.learners.items():
+        if role in (*COMMON, method.mixing_role):
+            method.payload.load_rows(learner, site.train)
     return site
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,15 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.data.cohort import Augment, Cohort, concatenate_examples
+from wsi_fl.data.cohort import Cohort, concatenate_examples
 from wsi_fl.data.metrics import Probabilities
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, TrainingSources
-from wsi_fl.federation.methods import Method, Weights
+from wsi_fl.federation.methods import Method
 from wsi_fl.federation.push_sum import PushSum
-from wsi_fl.federation.topology import Topology
 from wsi_fl.learning.local_training import Learner, Learners
 from wsi_fl.models import schema_digest
-from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, ReleaseValues, digest_values
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
@@ -85,29 +83,6 @@ class Buffer:
     shape: BufferShape
     values: Flat
     provenance: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Training settings, the same at all sites."""
-
-    rounds: int
-    epochs_per_round: int
-    batch_size: int  # privacy units of a batch, where a site has no privacy plan
-    eval_every: int
-    seed: int
-    weights: Weights
-    self_weight: float  # P[i, i] where the graph does not set it
-    make_augment: Callable[[CipherStream], Augment | None]  # random stream → augmentation of an image
-    graph: Topology | None = None  # in place of the method's graph
-    # the prediction model: "private", "proxy", "shared", "mean", "local", "ensemble" (weighted on local rows), or
-    # "auto" (the best of them at each site)
-    prediction_model: str = "private"
-    reset_optimizer: bool = False  # whether the exchanged model's optimizer is reset after each exchange
-    insecure_seed: int | None = None  # fixed noise, for tests alone
-    # tolerated colluding sites, with distributed noise; None where each site adds its own
-    colluding: int | None = None
-    dropouts: int = 0  # tolerated dropouts in secure aggregation
 
 
 @dataclass

@@ -75,7 +75,7 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
         for disclosure in method.list_disclosures("before"):
             disclosure.load_stage().provide_images(context, sites, comm, watcher)
         report, recipe = _make_reporter(sites, context.pipeline, watcher), build_recipe(context)
-        loop.run(sites, method, recipe, comm, report)
+        loop.run(sites, recipe, comm, report)
         CrossSiteScoring(  # of exchanged models, where test sets stay at their hospitals
             sites,
             method,
