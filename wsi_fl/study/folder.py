@@ -119,7 +119,7 @@ class Study:
 
     def ledger_path(self, site: str) -> Path:
         """The privacy account of a site, by default in ledgers/."""
-        file = self._load_current_site(site) if self._has_site(site) else self.load_site_snapshot(site)
+        file = self._load_current_site(site) if self._is_there(self.site_path(site)) else self.load_site_snapshot(site)
         ledger = file.ledger if file else None
         return self.resolve(ledger) if ledger else self.root / "ledgers" / f"{site}.jsonl"
 
@@ -152,7 +152,11 @@ class Study:
         snapshot = self.load_site_snapshot(name)
         if snapshot is None:
             return self._load_current_site(name)
-        return merge_site_snapshot(snapshot, self._load_current_site(name)) if self._has_site(name) else snapshot
+        return (
+            merge_site_snapshot(snapshot, self._load_current_site(name))
+            if self._is_there(self.site_path(name))
+            else snapshot
+        )
 
     def load_site_snapshot(self, name: str) -> SiteFile | None:
         """Return the run's snapshot of a site file; None without one."""
@@ -169,7 +173,7 @@ class Study:
     def find_changed_settings(self, name: str) -> list[str]:
         """Return the differences of the current site file from the run's, as "max_epsilon = 3 now, 2 in this run"."""
         snapshot = self.load_site_snapshot(name)
-        if snapshot is None or not self._has_site(name):
+        if snapshot is None or not self._is_there(self.site_path(name)):
             return []
         current = self._load_current_site(name)
         pairs = [(key, getattr(snapshot, key), getattr(current, key)) for key in SNAPSHOT_KEYS]
@@ -182,7 +186,7 @@ class Study:
     def _load_current_site(self, name: str) -> SiteFile:
         """Return the current file of a site; UsageError unless its `name` is the file's name."""
         path = self.site_path(name)
-        if not self._has_site(name):
+        if not self._is_there(self.site_path(name)):
             names = self.site_names()
             close = difflib.get_close_matches(name, names, 1)
             raise UsageError(
@@ -198,10 +202,8 @@ class Study:
             )
         return site
 
-    def _has_site(self, name: str) -> bool:
-        return self._is_there(self.site_path(name))
-
     def _is_there(self, path: Path) -> bool:
+        """Return whether a site file exists, or existed when it was read."""
         return path in (self._site_files or ()) or path.is_file()
 
     def _read_site(self, path: Path) -> _SiteText:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from sys import maxsize
@@ -14,6 +15,7 @@ from torch import nn
 from wsi_fl.data.cohort import Cohort, build_augmentation, concatenate_examples, sample_patches, select_examples
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, build_canaries, toss_coins
 from wsi_fl.data.validation import COMMON, ENSEMBLE, draw_held_out, require_patient_names
+from wsi_fl.federation.methods import Method
 from wsi_fl.federation.participant import Participant, join
 from wsi_fl.federation.recipe import Recipe
 from wsi_fl.federation.site_state import Site
@@ -26,7 +28,7 @@ from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import SiteData, list_scans
 from wsi_fl.stages.training.checks import build_graph
 from wsi_fl.stages.training.initial_models import build_model, find_architecture, load_released
-from wsi_fl.types import UNLABELLED, Bags, Images, UsageError, WsiFlError
+from wsi_fl.types import UNLABELLED, Bags, Images, Shape, UsageError, WsiFlError
 
 
 def build_recipe(context: RunContext) -> Recipe:
@@ -80,6 +82,9 @@ def build_participant(context: RunContext, index: int) -> Participant:
     train, validation, units = load_training(context, name)
     if not len(train) and not data.receives:
         raise WsiFlError(f"site {name}: its store has no training {context.kind.plural}")
+    tests = {} if data.receives else {"own": data.test_examples}
+    if tests and len(context.members) > 1 and context.may_merge:
+        tests["merged"] = context.join_tests()
     canaries = load_canaries(context, name)
     account = open_account(context, index, units, canaries.included if canaries else None)
     buffer = context.method.find_disclosure("buffer")
@@ -92,9 +97,14 @@ def build_participant(context: RunContext, index: int) -> Participant:
         account.plan,
         folder,
         make_model=partial(build_model, context, index),
-        choose_engine=partial(_choose_engine, context, index),
+        choose_engine=partial(
+            _choose_engine,
+            partial(find_architecture, context.sites[index], context.pipeline),
+            data.shape,
+            len(data.classes),
+        ),
         validation=validation,
-        tests=_load_tests(context, data),
+        tests={part: examples for part, examples in tests.items() if len(examples)},
         canaries=canaries,
         buffer=buffer.load_stage().load_buffer(context, index) if buffer else None,
         receives=data.receives,
@@ -110,24 +120,16 @@ def _log_store(data: SiteData, folder: SiteFolder) -> None:
         folder.log(line)
 
 
-def _load_tests(context: RunContext, data: SiteData) -> dict[str, Cohort]:
-    """Return the site's test examples, and those of all sites where all allow it."""
-    if data.receives:
-        return {}
-    tests = {"own": data.test_examples}
-    if len(context.members) > 1 and context.may_merge:
-        tests["merged"] = context.join_tests()
-    return {part: examples for part, examples in tests.items() if len(examples)}
+def _choose_engine(
+    find_name: Callable[..., str], shape: Shape, n_classes: int, role: str, model: nn.Module, *, common: bool
+) -> str | None:
+    """Return how per-example gradients of timm's networks are summed, as measured; None for other models and inputs.
 
-
-def _choose_engine(context: RunContext, index: int, role: str, model: nn.Module, *, common: bool) -> str | None:
-    """Return how per-example gradients of timm's networks are summed, as a few random images tell; None for others."""
-    site, data = context.sites[index], context.open_data(context.names[index])
-    is_timm = find_architecture(site, context.pipeline, role, common=common).startswith("timm:")
-    if not (is_timm and isinstance(data.shape, Images)):
+    `find_name` returns the architecture of a role.
+    """
+    if not (isinstance(shape, Images) and find_name(role, common=common).startswith("timm:")):
         return None
-    shape = (data.shape.channels, data.shape.size_px, data.shape.size_px)
-    return check_per_example_gradients(model, shape, len(data.classes))
+    return check_per_example_gradients(model, (shape.channels, shape.size_px, shape.size_px), n_classes)
 
 
 class TrainingPart(NamedTuple):
@@ -147,7 +149,7 @@ class TrainingPart(NamedTuple):
 def load_training(context: RunContext, name: str) -> TrainingPart:
     """Return the training and validation examples of a site."""
     if context.method.learns_from != "everybody":
-        return _split_validation(context, context.open_data(name))
+        return _split_validation(context.open_data(name), context.method)
     parts: list[Cohort] = []
     patients: list[NDArray[np.str_]] = []
     places: list[NDArray[np.int64]] = []
@@ -178,15 +180,15 @@ def _load_examples(data: SiteData) -> Cohort:
     return train
 
 
-def _split_validation(context: RunContext, data: SiteData) -> TrainingPart:
+def _split_validation(data: SiteData, method: Method) -> TrainingPart:
     """Return training examples, and validation examples of the store's split or a share of training patients.
 
     Without an exchange there is no prediction model to choose, and no validation examples are held out.
     """
-    pipeline, train = context.pipeline, _load_examples(data)
+    pipeline, train = data.pipeline, _load_examples(data)
     eligible = data.list_eligible()
     units = build_units(pipeline, eligible.patient, data.site).select_rows(eligible.training)
-    if not {*COMMON} & context.method.learners.keys() and not context.method.has_local_baseline:
+    if not {*COMMON} & method.learners.keys() and not method.has_local_baseline:
         return TrainingPart(train, None, units)
     validation = data.load_examples("val")
     if not len(validation) and pipeline.train.val_fraction:
@@ -201,12 +203,10 @@ def _split_validation(context: RunContext, data: SiteData) -> TrainingPart:
             select_examples(train, np.flatnonzero(~is_held_out)),
             units.select_rows(np.flatnonzero(~is_held_out)),
         )
-    if context.method.is_oneshot and pipeline.predict.model == "proxy":
+    if method.is_oneshot and pipeline.predict.model == "proxy":
         raise UsageError("oneshot: the head that all sites share is called so: predict.model = 'shared'")
     has_predictions = (
-        pipeline.train.local_baseline
-        or (pipeline.train.tune and pipeline.privacy.has_noise)
-        or context.method.is_oneshot
+        pipeline.train.local_baseline or (pipeline.train.tune and pipeline.privacy.has_noise) or method.is_oneshot
     )
     if pipeline.predict.model == ENSEMBLE and not has_predictions and not len(validation):
         raise UsageError(
