@@ -87,42 +87,53 @@ class Buffer:
 
 @dataclass
 class Site:
-    """A site of this process."""
+    """A site of this process in a run: what it brought (see `Participant`), and what changes.
+
+    Attributes:
+        learners: its models by role.
+        held_out: float64[n, classes], cross-validated predictions of local models on its training rows; None where
+            unknown.
+        tuned_settings: the tuned settings of its local models, as its run stores them; None for none.
+        returning: whether it returns after a dropout, and waits for a share of the others' mass.
+        active: whether it participates in the graph, and its DP models are trained.
+        push: PushSum state of the exchanged parameters; None without exchange, and before and after participation.
+        buffer_release: release of its buffer in the current round.
+        release_digest: SHA-256 of its newest release, which is part of `push`, or of its newest local DP model; ""
+            before the first round.
+        received_buffers: buffers of other sites, by index.
+        announced_units: number of units and noise multiplier of each site, by index, as announced before the run.
+        distances: L2 distances of the last received models from the local one.
+        rejected: messages rejected in this round, with reasons.
+        diverged: roles of models that diverged and are frozen; not disclosed.
+        losses, seconds: mean loss by role, and time, of the current round.
+    """
 
     index: int
     name: str
     learners: Learners
     train: Cohort
-    tests: Mapping[str, Cohort]  # test sets: "own" (local), and "merged" (pooled) where allowed
+    tests: Mapping[str, Cohort]
     ledger: PrivacyLedger
     folder: SiteFolder
     device: torch.device
-    plan: PrivacyPlan | None  # noise and cost of a round; None without differential privacy
-    units: PrivacyUnits  # privacy units and their sampling: rows or patients, canaries included
+    plan: PrivacyPlan | None
+    units: PrivacyUnits
     n_classes: int
-    # float64[n, classes], cross-validated predictions of local models on its training rows; None where unknown
-    held_out: Probabilities | None = None
-    # the tuned settings of its local models, as its run stores them; None for none
-    tuned_settings: Mapping[str, Any] | None = None
-    # validation examples for the choice of its prediction model; None for none
     validation: Cohort | None = None
-    canaries: Canaries | None = None  # canaries among its training examples, for an audit; None for none
-    receives: bool = False  # whether it has no labels: it trains and sends nothing, and receives
-    returning: bool = False  # whether it returns after a dropout, and waits for a share of the others' mass
-    active: bool = True  # whether it participates in the graph, and its DP models are trained
-    # PushSum state of the exchanged parameters; None without exchange, and before and after participation
+    canaries: Canaries | None = None
+    buffer: Buffer | None = None
+    receives: bool = False
+    held_out: Probabilities | None = None
+    tuned_settings: Mapping[str, Any] | None = None
+    returning: bool = False
+    active: bool = True
     push: PushSum | None = None
-    buffer: Buffer | None = None  # its synthetic samples, which it releases; None for none
-    buffer_release: Release | None = None  # release of that buffer in the current round
-    # SHA-256 of its newest release, which is part of `push`, or of its newest local DP model; "" before the first round
+    buffer_release: Release | None = None
     release_digest: str = ""
-    received_buffers: dict[int, Flat] = field(default_factory=dict)  # buffers of other sites, by index
-    # number of units and noise multiplier of each site, by index, as announced before the run
+    received_buffers: dict[int, Flat] = field(default_factory=dict)
     announced_units: dict[int, tuple[int, float]] = field(default_factory=dict)
-    # L2 distances of the last received models from the local one
     distances: list[float] = field(default_factory=list)
-    rejected: list[str] = field(default_factory=list)  # messages rejected in this round, with reasons
-    # roles of models that diverged and are frozen; not disclosed
+    rejected: list[str] = field(default_factory=list)
     diverged: list[str] = field(default_factory=list)
     losses: dict[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
