@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from wsi_fl.data.cohort import Cohort
+from wsi_fl.data.cohort import Cohort, draw_epoch_rows, load_batches
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits
 from wsi_fl.data.validation import COMMON, LOCAL
 from wsi_fl.federation.methods import Role
 from wsi_fl.federation.recipe import Recipe
 from wsi_fl.federation.site_state import Buffer, Site
 from wsi_fl.learning.local_models import build_learner, fit_local_models, is_linear_head
-from wsi_fl.learning.local_training import DPSettings, Learner
+from wsi_fl.learning.local_training import DPSettings, Learner, take_supervised_step
+from wsi_fl.learning.tuning import HyperParameters
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
 from wsi_fl.runs.site_folder import SiteFolder
@@ -88,7 +91,16 @@ def join(participant: Participant, recipe: Recipe, index: int, device: torch.dev
         and not (learners[role].is_private or role == method.mixing_role)
         and (recipe.tune or (role == LOCAL and is_linear_head(learners[role].model)))
     }
-    fit = fit_local_models(local_learners, participant.train, participant.n_classes, recipe.local_training)
+    fit = fit_local_models(
+        local_learners,
+        participant.train,
+        _local_hyperparameters(recipe),
+        lambda model, settings, train: build_learner(
+            model, settings, train, participant.n_classes, device, bfloat16=recipe.bfloat16
+        ),
+        partial(_train_alone, recipe),
+        folds=recipe.tuning_folds,
+    )
     site = Site(
         index=index,
         name=participant.name,
@@ -123,7 +135,7 @@ def _make_learner(participant: Participant, recipe: Recipe, role: str, row: Role
     if row.dp and plan is not None:
         engine = participant.choose_engine(role, model, common=row.common)
         dp = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit, engine)
-    defaults = recipe.local_training.defaults
+    defaults = _local_hyperparameters(recipe)
     return build_learner(
         model,
         replace(defaults, lr=recipe.lr) if dp is not None or exchanged else defaults,
@@ -134,3 +146,18 @@ def _make_learner(participant: Participant, recipe: Recipe, role: str, row: Role
         dp=dp,
         build_trainer=recipe.method.payload.build_trainer if exchanged else None,
     )
+
+
+def _local_hyperparameters(recipe: Recipe) -> HyperParameters:
+    """Return the hyperparameters of models that stay at their site and have no noise."""
+    return HyperParameters(recipe.local_lr or recipe.lr, recipe.weight_decay, recipe.balance)
+
+
+def _train_alone(recipe: Recipe, learner: Learner, examples: Cohort) -> None:
+    """Train a model without noise on examples, for all epochs of a run."""
+    stream = CipherStream.from_seed(recipe.seed, "tuning")
+    augment, epochs = recipe.make_augment(stream), recipe.rounds * recipe.epochs_per_round
+    rows = draw_epoch_rows(len(examples), recipe.batch_size, epochs, sampler=stream)
+    draws = stream if recipe.draws_patches else None
+    for batch in load_batches(examples, rows, augment=augment, device=learner.device, draws=draws):
+        take_supervised_step(learner, batch, stream)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from wsi_fl.data.cohort import Augment
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.topology import Topology
 from wsi_fl.privacy.cipher import CipherStream
-
-if TYPE_CHECKING:
-    from wsi_fl.learning.local_models import LocalTraining
 
 
 @dataclass(frozen=True)
@@ -63,20 +59,3 @@ class Recipe:
     insecure_seed: int | None = None
     colluding: int | None = None
     dropouts: int = 0
-
-    @property
-    def local_training(self) -> LocalTraining:
-        """Return how models are trained that stay at their site and have no noise."""
-        from wsi_fl.learning.local_models import LocalTraining
-        from wsi_fl.learning.tuning import HyperParameters
-
-        return LocalTraining(
-            HyperParameters(self.local_lr or self.lr, self.weight_decay, self.balance),
-            epochs=self.rounds * self.epochs_per_round,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            make_augment=self.make_augment,
-            draws_patches=self.draws_patches,
-            folds=self.tuning_folds,
-            bfloat16=self.bfloat16,
-        )

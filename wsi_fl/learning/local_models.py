@@ -11,44 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from wsi_fl.data.cohort import Augment, Cohort, draw_epoch_rows, load_batches, select_examples
+from wsi_fl.data.cohort import Cohort, load_batches, select_examples
 from wsi_fl.data.metrics import Probabilities
-from wsi_fl.learning.local_training import (
-    DPSettings,
-    Learner,
-    predict_examples,
-    replace_nonfinite,
-    take_supervised_step,
-)
+from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, replace_nonfinite
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fit_linear_head, tune_hyperparameters
 from wsi_fl.models.mil import MeanOfBag
-from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.privacy_plan import PrivateTrainer
 
 _HEAD_ROWS = 256
 """Examples at a time in the fixed layers below a head."""
-
-
-@dataclass(frozen=True)
-class LocalTraining:
-    """Training of a model that stays at its site.
-
-    Attributes:
-        defaults: the hyperparameters, of which tuning starts.
-        epochs: all of a run.
-        make_augment: random stream → augmentation of an image.
-        draws_patches: whether the patches of a bag are drawn anew in each batch.
-        folds: of a choice between hyperparameters; 1 for the slowest models.
-    """
-
-    defaults: HyperParameters
-    epochs: int
-    batch_size: int
-    seed: int
-    make_augment: Callable[[CipherStream], Augment | None]
-    draws_patches: bool
-    folds: int
-    bfloat16: bool
 
 
 @dataclass(frozen=True)
@@ -100,31 +71,51 @@ def _class_weights(labels: NDArray[np.int64], n_classes: int) -> list[float]:
     return [float(weight) for weight in weights]
 
 
+BuildLearner = Callable[[nn.Module, HyperParameters, Cohort], Learner]
+"""A model, its hyperparameters and training examples → its learner."""
+
+
 def fit_local_models(
-    learners: Mapping[str, Learner], train: Cohort, n_classes: int, training: LocalTraining
+    learners: Mapping[str, Learner],
+    train: Cohort,
+    defaults: HyperParameters,
+    build: BuildLearner,
+    train_alone: Callable[[Learner, Cohort], None],
+    *,
+    folds: int,
 ) -> LocalFit:
     """Fit linear heads to all examples, or tune networks by cross-validation over the site's patients.
 
     Args:
         learners: local models by role, which start alike, so that the tuned settings are for all; empty for none.
+        defaults: the hyperparameters of which tuning starts.
+        train_alone: trains a learner on examples for all epochs of a run.
+        folds: of a choice between hyperparameters; 1 for the slowest models.
     """
     if not learners:
         return LocalFit(learners)
     first = next(iter(learners.values()))
     if is_linear_head(first.model):
-        head = fit_head(first.model, train, n_classes, first.device)
+        head = fit_head(first.model, train, first.device)
         for learner in learners.values():
             set_linear_layer(learner.model, torch.from_numpy(head.weight), torch.from_numpy(head.bias))
             learner.fitted = True
         return LocalFit(learners, head.held_out, head.fit_summary)
-    hyperparameters, held_out = _tune_network(first.model, train, n_classes, training, first.device)
-    tuned_learners = {
-        role: build_learner(
-            learner.model, hyperparameters, train, n_classes, learner.device, bfloat16=training.bfloat16
-        )
-        for role, learner in learners.items()
-    }
-    return LocalFit(tuned_learners, held_out, {"by": "cross-validation", **asdict(hyperparameters)})
+    model, start = first.model, {key: value.clone() for key, value in first.model.state_dict().items()}
+
+    def predict_others(hyperparameters: HyperParameters, is_training: NDArray[np.bool_]) -> Probabilities:
+        model.load_state_dict(start)
+        rows, others = (select_examples(train, np.flatnonzero(part)) for part in (is_training, ~is_training))
+        learner = build(model, hyperparameters, rows)
+        train_alone(learner, rows)
+        return replace_nonfinite(predict_examples(learner.predict_logits, others, first.device), others)
+
+    best, held_out = tune_hyperparameters(
+        train.label, train.patient, defaults, predict_others, folds=folds, task=train.task
+    )
+    model.load_state_dict(start)
+    tuned_learners = {role: build(learner.model, best, train) for role, learner in learners.items()}
+    return LocalFit(tuned_learners, held_out, {"by": "cross-validation", **asdict(best)})
 
 
 def is_linear_head(model: nn.Module) -> bool:
@@ -143,42 +134,13 @@ def set_linear_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor)
     linear.bias.copy_(bias)
 
 
-def fit_head(model: nn.Module, train: Cohort, n_classes: int, device: torch.device) -> FittedHead:
+def fit_head(model: nn.Module, train: Cohort, device: torch.device) -> FittedHead:
     """Return the linear layer with the best held-out loss, on outputs of the fixed layers of a linear head."""
     assert isinstance(model, nn.Sequential)
-    fixed_layers = model[:-1].to(device)
+    fixed_layers, linear = model[:-1].to(device), model[-1]
+    assert isinstance(linear, nn.Linear)
     size = train.at_once or _HEAD_ROWS
     row_blocks = [np.arange(len(train))[k : k + size] for k in range(0, len(train), size)]
     with torch.no_grad():
         x = torch.cat([fixed_layers(x) for x, _ in load_batches(train, iter(row_blocks), augment=None, device=device)])
-    return fit_linear_head(x.cpu().numpy(), train.label, train.patient, n_classes, train.task)
-
-
-def _tune_network(
-    model: nn.Module, train: Cohort, n_classes: int, training: LocalTraining, device: torch.device
-) -> tuple[HyperParameters, Probabilities | None]:
-    """Return the settings with the best held-out loss, and held-out predictions of all patients; the model is reset."""
-    start = {key: value.clone() for key, value in model.state_dict().items()}
-
-    def predict_others(hyperparameters: HyperParameters, is_training: NDArray[np.bool_]) -> Probabilities:
-        model.load_state_dict(start)
-        rows, others = (select_examples(train, np.flatnonzero(part)) for part in (is_training, ~is_training))
-        learner = build_learner(model, hyperparameters, rows, n_classes, device, bfloat16=training.bfloat16)
-        _train_alone(learner, rows, training)
-        return replace_nonfinite(predict_examples(learner.predict_logits, others, device), others)
-
-    hyperparameters, held_out = tune_hyperparameters(
-        train.label, train.patient, training.defaults, predict_others, folds=training.folds, task=train.task
-    )
-    model.load_state_dict(start)
-    return hyperparameters, held_out
-
-
-def _train_alone(learner: Learner, examples: Cohort, training: LocalTraining) -> None:
-    """Train a model on examples for all epochs."""
-    stream = CipherStream.from_seed(training.seed, "tuning")
-    draws = stream if training.draws_patches else None
-    augment = training.make_augment(stream)
-    rows = draw_epoch_rows(len(examples), training.batch_size, training.epochs, sampler=stream)
-    for batch in load_batches(examples, rows, augment=augment, device=learner.device, draws=draws):
-        take_supervised_step(learner, batch, stream)
+    return fit_linear_head(x.cpu().numpy(), train.label, train.patient, linear.out_features, train.task)
