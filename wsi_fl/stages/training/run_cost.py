@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypedDict
 
 import numpy as np
@@ -20,6 +22,7 @@ from wsi_fl.privacy.gradients import trainable_parameters
 from wsi_fl.privacy.guarantee import reportable_max_tpr
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.report.formatting import describe_worst_detection
+from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
 from wsi_fl.stages.site.privacy_account import (
     Group,
@@ -87,7 +90,11 @@ def dry_run(
 ) -> _RunCost:
     """Return the cost of a run after a preflight: ε of each site, memory and time from a few timed steps."""
     name = study.pipeline_name(pipeline_name)
-    with RunContext.create(study, study.load_pipeline(name, overrides), method) as context:
+    pipeline = study.load_pipeline(name, overrides)
+    with (
+        TemporaryDirectory() as folder,  # sites log remarks in their run
+        RunContext.create(study, pipeline, method, RunFolder(Path(folder) / "dry-run")) as context,
+    ):
         check_run(context, backend)
         report_doubts(context)
         assembled = [build_site(context, index) for index in context.running_locally]
