@@ -17,13 +17,12 @@ from torch import nn
 from wsi_fl.data.cohort import Cohort, build_tensor, concatenate_examples, find_problem
 from wsi_fl.data.metrics import fill_patient_names
 from wsi_fl.data.privacy_units import patient_units, row_units
+from wsi_fl.data.validation import COMMON
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.loop import run
 from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, Method, Weights
 from wsi_fl.federation.participant import Participant, join
 from wsi_fl.federation.recipe import Recipe
-from wsi_fl.oneshot.projection import N_RANDOM, Projection
-from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.engine_selection import select_engine
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -34,7 +33,6 @@ from wsi_fl.types import UsageError, single_line
 
 _MakeModel = Callable[[], nn.Module]
 _CPU, _RUN = torch.device("cpu"), "in memory"
-_BAG_DIMENSIONS = 2
 _SEED_STEP = 1000  # between the seeds of private models, which differ between sites
 
 
@@ -71,7 +69,7 @@ def federate(
     unit: Unit = "row",
     alpha: float = 0.3,
     beta: float = 0.0,
-    projection: Projection | int = N_RANDOM,
+    projection: object = None,
     seed: int = 0,
     folder: str | Path | None = None,
 ) -> dict[str, SiteResult]:
@@ -87,7 +85,7 @@ def federate(
         sigma, clip, delta, unit: of each site's privacy plan; sigma None is no differential privacy.
         alpha, beta: weight of the proxy's predictions for the private model, and the reverse (eqs. 4 and 5). With β > 0
             the teacher has no differential privacy, and the proxy's ε is nominal.
-        projection: projection of features for `oneshot`, of public slides, or a number of random directions.
+        projection: of features for `oneshot`: of public slides, or a number of random directions; by default 128.
         seed: of the initial models. With differential privacy noise and batches are fresh each time.
         folder: of ledgers and checkpoints; by default a temporary one.
 
@@ -102,8 +100,10 @@ def federate(
     makers = {"private": private, **dict.fromkeys(("proxy", "shared"), proxy or private)}
     tests = tests or {}
     n_classes = _require_examples(sites, tests, row, makers, seed)
-    if row.is_oneshot:
-        makers["shared"] = _head_factory(next(iter(sites.values())), n_classes, projection, unit)
+    single = row.payload.is_single_release
+    if single:
+        travelling_model = partial(row.payload.build_model, next(iter(sites.values())), n_classes, unit, projection)
+        makers |= dict.fromkeys(COMMON, travelling_model)
         rounds, batch_size = 1, maxsize
     recipe = Recipe(
         row,
@@ -112,7 +112,7 @@ def federate(
         lr=lr,
         weights=Weights(alpha, beta),
         seed=seed,
-        prediction_model="shared" if row.is_oneshot else "private",
+        prediction_model=(row.mixing_role or "private") if single else "private",
     )
     mode: Mode = "paper" if row.has_bare_teacher and beta else "strict"
     train_sets = dict(sites)
@@ -162,7 +162,7 @@ class _MemorySettings:
             plan,
             folder,
             make_model=partial(_make_model, self.makers, self.recipe.seed, index),
-            choose_engine=partial(_measure_engine, train, plan),
+            choose_engine=partial(_measure_engine, train, self.recipe.method, plan),
             tests=tests,
         )
 
@@ -182,14 +182,6 @@ class _MemorySettings:
         )
 
 
-def _head_factory(examples: Cohort, n_classes: int, projection: Projection | int, unit: Unit) -> _MakeModel:
-    """Return a factory of the head that one-shot methods compute, for such examples."""
-    x = examples.read(np.zeros(1, np.int64))
-    bags = x.ndim == _BAG_DIMENSIONS + 1
-    options: dict[str, Any] = {"bags": bags, "projection": projection, "kind": examples.task.kind}
-    return partial(SharedHead, n_classes, x.shape[-1] - bags, patients=unit == "patient", **options)
-
-
 def _run_in_memory(participants: Sequence[Participant], recipe: Recipe) -> dict[str, SiteResult]:
     """Run all rounds of all sites in this process.
 
@@ -207,10 +199,10 @@ def _run_in_memory(participants: Sequence[Participant], recipe: Recipe) -> dict[
         run(sites, recipe, LocalComm(len(sites)), collect_line)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:  # of a user's model
         raise UsageError(f"a model fails in training: {single_line(error)[:200]}") from error
-    roles = ("shared",) if recipe.method.is_oneshot else tuple(recipe.method.learners)
+    single = recipe.method.payload.is_single_release
     return {
         site.name: SiteResult(
-            {role: site.learners[role].model for role in roles},
+            {role: learner.model for role, learner in site.learners.items() if not single or role in COMMON},
             site.ledger.epsilon() if site.plan else None,
             site.ledger.guarantee(),
             round_lines[site.name],
@@ -233,11 +225,11 @@ def _make_seeded(make: _MakeModel, seed: int) -> nn.Module:
 
 
 def _measure_engine(
-    train: Cohort, plan: PrivacyPlan | None, role: str, model: nn.Module, *, common: bool
+    train: Cohort, method: Method, plan: PrivacyPlan | None, role: str, model: nn.Module, *, common: bool
 ) -> str | None:
     """Return how per-example gradients of a caller's model are summed, as measured on rows of the site."""
     del role, common
-    if plan is None or isinstance(model, SharedHead) or len(train) < 2:
+    if plan is None or method.payload.is_single_release or len(train) < 2:
         return None
     rows = np.arange(min(_MEASURED_ROWS, len(train)))
     patient = None
@@ -267,7 +259,7 @@ def _require_examples(
     if len(tasks) > 1:
         raise UsageError(f"all sites must have the same task, not {' and '.join(sorted(tasks))}")
     (task,) = tasks.values()
-    if method.is_oneshot:
+    if method.payload.is_single_release:
         numbers = {"survival": len(getattr(task, "ends", ())), "number": 1}
         labels = [part.label for part in sites.values() if part.label.dtype.kind in "iu"]
         largest = max((int(label.max(initial=0)) for label in labels), default=0)
@@ -278,8 +270,8 @@ def _require_examples(
         if problem := find_problem(part, n_outputs):
             raise UsageError(f"{name}: {problem}")
         x = part.read(np.zeros(1, np.int64))
-        if method.is_oneshot and x.ndim not in (2, 3):
-            raise UsageError(f"{name}: {method.name} sums features, not images; give float32[n, d] or bags of them")
+        if problem := method.payload.explain_unfit(x):
+            raise UsageError(f"{name}: {problem}")
     return n_outputs
 
 

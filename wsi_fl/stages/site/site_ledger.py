@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from wsi_fl.oneshot.released_statistics import DAMAGED_HINT
 from wsi_fl.privacy.guarantee import LedgerRound, PrivacyTerms, collect_rounds
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.runs.run_folder import RunFolder
@@ -121,7 +120,7 @@ def _list_paid_rounds(study: Study, site: str) -> list[tuple[str, str, int]]:
 def _uses_statistics(run: RunFolder) -> bool:
     """Return whether a run computed its heads from released statistics, not only its initial weights."""
     pipeline = load_run_pipeline(run.path / "config.toml")
-    return pipeline.train.from_released and find_method(str(run.manifest["method"]), pipeline).is_oneshot
+    return find_method(str(run.manifest["method"]), pipeline).uses_files
 
 
 def _read_claims(study: Study, files: Sequence[Path]) -> list[tuple[str, str]]:
@@ -137,7 +136,7 @@ def _read_claims(study: Study, files: Sequence[Path]) -> list[tuple[str, str]]:
         except WsiFlError as error:
             errors.append(error)
     if errors and not claims:
-        raise WsiFlError(f"{errors[0]}; {DAMAGED_HINT}")
+        raise WsiFlError(f"{errors[0]}; copy the file from its site again, or put its backup back")
     return claims
 
 

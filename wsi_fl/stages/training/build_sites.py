@@ -27,19 +27,25 @@ from wsi_fl.stages.site.privacy_account import build_units, loss_weights, open_a
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import SiteData, list_scans
 from wsi_fl.stages.training.checks import build_graph
-from wsi_fl.stages.training.initial_models import build_model, find_architecture, load_released
+from wsi_fl.stages.training.initial_models import build_model, find_architecture
 from wsi_fl.types import UNLABELLED, Bags, Images, Shape, UsageError, WsiFlError
 
 
 def build_recipe(context: RunContext) -> Recipe:
-    """Return what all sites of a run agree on, from its pipeline."""
+    """Return what all sites of a run agree on, from its pipeline.
+
+    Raises:
+        UsageError: for settings that the method does not have.
+    """
     pipeline, keys, method = context.pipeline, context.pipeline.train, context.method
+    if "shared" in method.learners and pipeline.predict.model == "proxy":
+        raise UsageError(f"{context.name}: the model that all sites share is called so: predict.model = 'shared'")
     is_masked = pipeline.privacy.noise == "shared" and method.mixing_role is not None
     return Recipe(
         method,
         rounds=keys.rounds,
         epochs_per_round=keys.epochs_per_round,
-        batch_size=maxsize if method.is_oneshot else keys.batch_size,
+        batch_size=maxsize if method.payload.is_single_release else keys.batch_size,
         lr=keys.lr,
         local_lr=keys.private_lr,
         weight_decay=keys.weight_decay,
@@ -65,9 +71,10 @@ def build_recipe(context: RunContext) -> Recipe:
 
 def build_site(context: RunContext, index: int) -> Site:
     """Return a site with its examples, its account and its models."""
-    site = join(build_participant(context, index), build_recipe(context), index, select_device())
+    recipe = build_recipe(context)
+    site = join(build_participant(context, index), recipe, index, select_device())
     if context.statistics:
-        load_released(context, site)
+        (context.starter or context.hooks).use_releases(context, site)
     return site
 
 
@@ -87,7 +94,6 @@ def build_participant(context: RunContext, index: int) -> Participant:
         tests["merged"] = context.join_tests()
     canaries = load_canaries(context, name)
     account = open_account(context, index, units, canaries.included if canaries else None)
-    buffer = context.method.find_disclosure("buffer")
     return Participant(
         name,
         train,
@@ -106,7 +112,7 @@ def build_participant(context: RunContext, index: int) -> Participant:
         validation=validation,
         tests={part: examples for part, examples in tests.items() if len(examples)},
         canaries=canaries,
-        buffer=buffer.load_stage().load_buffer(context, index) if buffer else None,
+        buffer=context.hooks.load_buffer(context, index),
         receives=data.receives,
         returning=name in run.list_returning_sites(),
     )
@@ -203,10 +209,10 @@ def _split_validation(data: SiteData, method: Method) -> TrainingPart:
             select_examples(train, np.flatnonzero(~is_held_out)),
             units.select_rows(np.flatnonzero(~is_held_out)),
         )
-    if method.is_oneshot and pipeline.predict.model == "proxy":
-        raise UsageError("oneshot: the head that all sites share is called so: predict.model = 'shared'")
     has_predictions = (
-        pipeline.train.local_baseline or (pipeline.train.tune and pipeline.privacy.has_noise) or method.is_oneshot
+        pipeline.train.local_baseline
+        or (pipeline.train.tune and pipeline.privacy.has_noise)
+        or method.payload.is_single_release
     )
     if pipeline.predict.model == ENSEMBLE and not has_predictions and not len(validation):
         raise UsageError(

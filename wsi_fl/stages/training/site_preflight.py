@@ -8,7 +8,6 @@ from wsi_fl.federation.methods import Method
 from wsi_fl.federation.preflight import PreflightDocument, Setting
 from wsi_fl.federation.site_state import Site
 from wsi_fl.models import parameters_digest, schema_digest, start_digest
-from wsi_fl.oneshot.released_statistics import load_projection
 from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.stages.site.privacy_account import count_affordable
 from wsi_fl.stages.site.run_context import RunContext
@@ -42,7 +41,7 @@ def build_preflight(site: Site, context: RunContext) -> PreflightDocument:
         "sites": context.names,
         "inference_sites": context.receivers,
         "graph": _hash_graph(context),
-        "projection": load_projection(data).digest if context.method.is_oneshot else None,
+        "projection": context.hooks.projection_digest(data),
         "buffer": [read_setting(pipeline, "replay.variant"), *astuple(buffer.shape)] if buffer else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
         "statistics": {name: released.digest for name, released in context.statistics.items()},
