@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,96 +42,123 @@ class MethodHelpCommand(TyperCommand):
         return super().get_help(ctx)
 
 
+_Resume = Annotated[str | None, Option(metavar="RUN", help="Continue a run after its last round.")]
+_Seeds = Annotated[int | None, Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on.")]
+_Folds = Annotated[
+    int | None, Option(metavar="N", help="A series of runs, each testing one of N folds of every site's patients.")
+]
+_LeaveSiteOut = Annotated[
+    bool, Option("--leave-site-out", help="A series of runs, each testing a site that takes no part.")
+]
+_Without = Annotated[
+    list[str] | None, Option(metavar="SITE", help="With --resume: go on without this site. Repeatable.")
+]
+_Baselines = Annotated[
+    bool, Option("--baselines", help="Also the baselines of the method's paper, in a table (mpcpa).")
+]
+_Plan = Annotated[
+    Path | None,
+    Option(metavar="FILE", help="With --dry-run: a plan, signed or not, run with copies of your own data alone."),
+]
+_PlanSite = Annotated[
+    str | None, Option(metavar="SITE", help="With --plan: your site; by default the only one with a store here.")
+]
+_Keep = Annotated[
+    Path | None, Option(metavar="DIR", help="With --plan: a new folder to keep the run in, private models too.")
+]
+
+
 def train(
     method: Annotated[str, Option(help="Training method; --help describes each.")] = DEFAULT_METHOD,
     pipeline: Pipeline = None,
     overrides: Set = None,
     backend: Annotated[str, Option(help="mpi: one rank per site. local: all sites in this process.")] = "mpi",
-    resume: Annotated[str | None, Option(metavar="RUN", help="Continue a run after its last round.")] = None,
-    seeds: Annotated[
-        int | None, Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on.")
-    ] = None,
-    folds: Annotated[
-        int | None, Option(metavar="N", help="A series of runs, each testing one of N folds of every site's patients.")
-    ] = None,
-    leave_site_out: Annotated[
-        bool, Option("--leave-site-out", help="A series of runs, each testing a site that takes no part.")
-    ] = False,
-    without: Annotated[
-        list[str] | None, Option(metavar="SITE", help="With --resume: go on without this site. Repeatable.")
-    ] = None,
-    baselines: Annotated[
-        bool, Option("--baselines", help="Also the baselines of the method's paper, in a table (mpcpa).")
-    ] = False,
+    resume: _Resume = None,
+    seeds: _Seeds = None,
+    folds: _Folds = None,
+    leave_site_out: _LeaveSiteOut = False,
+    without: _Without = None,
+    baselines: _Baselines = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")] = False,
-    plan: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="With --dry-run: a plan, signed or not, run with copies of your own data alone."),
-    ] = None,
-    site: Annotated[
-        str | None, Option(metavar="SITE", help="With --plan: your site; by default the only one with a store here.")
-    ] = None,
-    keep: Annotated[
-        Path | None, Option(metavar="DIR", help="With --plan: a new folder to keep the run in, private models too.")
-    ] = None,
+    plan: _Plan = None,
+    site: _PlanSite = None,
+    keep: _Keep = None,
     gpus: SiteGpus = None,
     as_json: Json = False,
 ) -> None:
     """Train: one MPI rank per site, started here or by mpiexec or srun."""
-    if resume is not None and (overrides or pipeline or seeds or folds or leave_site_out):
+    is_series = seeds is not None or folds is not None or leave_site_out
+    if resume is not None and (overrides or pipeline or is_series):
         raise UsageError(
             "a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and --leave-site-out"
         )
     if without and resume is None:
         raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
-    is_series = seeds is not None or folds is not None or leave_site_out
-    row = METHODS.get(method) if baselines else None
-    if baselines and (row is None or not row.load_baselines or resume is not None or is_series or dry_run):
-        raise UsageError(
-            f"--baselines belongs to --method {list_names(lambda row: row.load_baselines is not None)}, alone"
-        )
     if (site or keep) and plan is None:
         raise UsageError("--site and --keep belong to --plan")
     if plan is not None and (not dry_run or pipeline or resume is not None or is_series):
         raise UsageError("--plan belongs to --dry-run, and has method and settings; add --set train.rounds=1 at most")
-    study = find_study()
+    run_baselines = (
+        _find_baselines(method, is_alone=not (resume is not None or is_series or dry_run)) if baselines else None
+    )
+    study, settings = find_study(), [*(overrides or []), *([] if folds is None else [f"train.folds={folds}"])]
     take_gpus(gpus, ranks=False)
     if plan is not None:
-        _try_plan(study, plan, site, overrides or [], keep, as_json)
-        return
-    fold_override = [] if folds is None else [f"train.folds={folds}"]
-    options: dict[str, Any] = {
-        "method": method,
-        "pipeline_name": pipeline,
-        "overrides": [*(overrides or []), *fold_override],
-    }
+        _try_plan(study, plan, site, settings, keep, as_json)
+    elif dry_run:
+        fold = [] if folds is None else ["train.fold=1"]  # one of the runs
+        _print_cost(study, method, pipeline, [*settings, *fold], backend, as_json)
+    elif baseline_work is not None:
+        work, render_lines = baseline_work
+        options = {"pipeline_name": pipeline, "overrides": settings, "backend": backend}
+        run_work("train", partial(work, study, **options), as_json, render_lines)
+    elif resume is not None:
+        _resume(study, resume, without or [], backend, as_json)
+    else:
+        series = {"seeds": seeds, "leave_site_out": leave_site_out} if is_series else {}
+        options = {"method": method, "pipeline_name": pipeline, "overrides": settings, "backend": backend}
+        _start(study, series, options, as_json)
+
+
+def _find_baselines(method: str, *, is_alone: bool) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """Return what trains a method's baselines, and what renders their table."""
+    row = METHODS.get(method)
+    if row is None or row.load_baselines is None or not is_alone:
+        raise UsageError(
+            f"--baselines belongs to --method {list_names(lambda row: row.load_baselines is not None)}, alone"
+        )
+    return row.load_baselines()
+
+
+def _start(study: Study, series: dict[str, Any], options: dict[str, Any], as_json: bool) -> None:
+    """Train a run, or a series where `series` has options or the pipeline has folds."""
     from wsi_fl.stages.training import train as stage
 
-    if dry_run:
-        from wsi_fl.stages.training import run_cost
+    keys = study.load_pipeline(study.pipeline_name(options["pipeline_name"]), options["overrides"]).train
+    is_series = bool(series) or (keys.folds is not None and keys.fold is None)  # a run per fold
+    work = partial(stage.train_series, study, **series) if is_series else partial(stage.train, study)
+    run_work("train", partial(work, **options), as_json, stage.train_lines)
 
-        if folds is not None:  # of one of the runs
-            options["overrides"].append("train.fold=1")
-        cost = run_cost.dry_run(study, **options, backend=backend)
-        print_document(cost, as_json, run_cost.plan_lines)
-        return
-    if row is not None and row.load_baselines is not None:
-        options.pop("method")
-        run_baselines, render_baseline_lines = row.load_baselines()
-        run_work("train", partial(run_baselines, study, **options, backend=backend), as_json, render_baseline_lines)
-        return
+
+def _resume(study: Study, run: str, without: list[str], backend: str, as_json: bool) -> None:
+    """Continue a run, and the series that it belongs to."""
+    from wsi_fl.stages.training import train as stage
 
     def run_training(watcher: Watcher) -> Summary | SeriesSummary:
-        run_options: dict[str, Any] = {"backend": backend, "watcher": watcher}
-        if resume is not None:
-            summary = stage.resume_run(study, resume, without=without or (), **run_options)
-            return stage.resume_series(study, resume, **run_options) or summary
-        keys = study.load_pipeline(study.pipeline_name(pipeline), options["overrides"]).train
-        if is_series or (keys.folds is not None and keys.fold is None):  # a run per fold
-            return stage.train_series(study, seeds=seeds, leave_site_out=leave_site_out, **options, **run_options)
-        return stage.train(study, **options, **run_options)
+        summary = stage.resume_run(study, run, without=without, backend=backend, watcher=watcher)
+        return stage.resume_series(study, run, backend=backend, watcher=watcher) or summary
 
     run_work("train", run_training, as_json, stage.train_lines)
+
+
+def _print_cost(
+    study: Study, method: str, pipeline: str | None, overrides: list[str], backend: str, as_json: bool
+) -> None:
+    """Print what a run costs."""
+    from wsi_fl.stages.training.run_cost import dry_run, plan_lines
+
+    cost = dry_run(study, method=method, pipeline_name=pipeline, overrides=overrides, backend=backend)
+    print_document(cost, as_json, plan_lines)
 
 
 def _try_plan(
