@@ -98,9 +98,8 @@ def train(
         raise UsageError("--site and --keep belong to --plan")
     if plan is not None and (not dry_run or pipeline or resume is not None or is_series):
         raise UsageError("--plan belongs to --dry-run, and has method and settings; add --set train.rounds=1 at most")
-    run_baselines = (
-        _find_baselines(method, is_alone=not (resume is not None or is_series or dry_run)) if baselines else None
-    )
+    is_alone = resume is None and not is_series and not dry_run
+    baseline_work = _find_baselines(method, is_alone=is_alone) if baselines else None
     study, settings = find_study(), [*(overrides or []), *([] if folds is None else [f"train.folds={folds}"])]
     take_gpus(gpus, ranks=False)
     if plan is not None:

@@ -102,9 +102,8 @@ def federate(
     n_classes = _require_examples(sites, tests, row, makers, seed)
     single = row.payload.is_single_release
     if single:
-        travelling_model = partial(row.payload.build_model, next(iter(sites.values())), n_classes, unit, projection)
-        makers |= dict.fromkeys(COMMON, travelling_model)
-        rounds, batch_size = 1, maxsize
+        first, rounds, batch_size = next(iter(sites.values())), 1, maxsize
+        makers |= dict.fromkeys(COMMON, partial(row.payload.build_model, first, n_classes, unit, projection))
     recipe = Recipe(
         row,
         rounds=rounds,
@@ -114,16 +113,18 @@ def federate(
         seed=seed,
         prediction_model=(row.mixing_role or "private") if single else "private",
     )
-    mode: Mode = "paper" if row.has_bare_teacher and beta else "strict"
-    train_sets = dict(sites)
-    if row.learns_from == "everybody":
-        train_sets = dict.fromkeys(sites, concatenate_examples(list(sites.values())))
+    pooled = concatenate_examples(list(sites.values())) if row.learns_from == "everybody" else None
     merged = {"merged": concatenate_examples(list(tests.values()))} if len(tests) > 1 else {}
     with TemporaryDirectory() as temporary:
-        settings = _MemorySettings(recipe, Path(folder or temporary), makers, n_classes, sigma, clip, delta, unit, mode)
+        settings = _MemorySettings(recipe, Path(folder or temporary), makers, n_classes, sigma, clip, delta, unit)
         participants = [
-            settings.build_participant(index, name, train, ({"own": tests[name]} if name in tests else {}) | merged)
-            for index, (name, train) in enumerate(train_sets.items())
+            settings.build_participant(
+                index,
+                name,
+                train if pooled is None else pooled,
+                ({"own": tests[name]} if name in tests else {}) | merged,
+            )
+            for index, (name, train) in enumerate(sites.items())
         ]
         return _run_in_memory(participants, recipe)
 
@@ -140,7 +141,11 @@ class _MemorySettings:
     clip: float
     delta: float
     unit: Unit
-    mode: Mode
+
+    @property
+    def mode(self) -> Mode:
+        """Return whether the proxy learns from a teacher without privacy."""
+        return "paper" if self.recipe.method.has_bare_teacher and self.recipe.weights.beta else "strict"
 
     @property
     def terms(self) -> PrivacyTerms:
