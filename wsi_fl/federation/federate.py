@@ -113,20 +113,9 @@ def federate(
         seed=seed,
         prediction_model=(row.mixing_role or "private") if single else "private",
     )
-    pooled = concatenate_examples(list(sites.values())) if row.learns_from == "everybody" else None
-    merged = {"merged": concatenate_examples(list(tests.values()))} if len(tests) > 1 else {}
     with TemporaryDirectory() as temporary:
         settings = _MemorySettings(recipe, Path(folder or temporary), makers, n_classes, sigma, clip, delta, unit)
-        participants = [
-            settings.build_participant(
-                index,
-                name,
-                train if pooled is None else pooled,
-                ({"own": tests[name]} if name in tests else {}) | merged,
-            )
-            for index, (name, train) in enumerate(sites.items())
-        ]
-        return _run_in_memory(participants, recipe)
+        return _run_in_memory(settings.build_participants(sites, tests), recipe)
 
 
 @dataclass(frozen=True)
@@ -153,8 +142,17 @@ class _MemorySettings:
         guarantee: Guarantee = "nominal" if self.mode == "paper" else "guaranteed"
         return PrivacyTerms(self.delta, allow=() if self.sigma else ("model",), guarantee=guarantee, unit=self.unit)
 
-    def build_participant(self, index: int, name: str, train: Cohort, tests: Mapping[str, Cohort]) -> Participant:
-        """Return what a site brings."""
+    def build_participants(self, sites: Mapping[str, Cohort], tests: Mapping[str, Cohort]) -> list[Participant]:
+        """Return what each site brings, given the training and test examples of each."""
+        if self.recipe.method.learns_from == "everybody":
+            sites = dict.fromkeys(sites, concatenate_examples(list(sites.values())))
+        merged = {"merged": concatenate_examples(list(tests.values()))} if len(tests) > 1 else {}
+        return [
+            self._build_participant(index, name, train, ({"own": tests[name]} if name in tests else {}) | merged)
+            for index, (name, train) in enumerate(sites.items())
+        ]
+
+    def _build_participant(self, index: int, name: str, train: Cohort, tests: Mapping[str, Cohort]) -> Participant:
         folder = SiteFolder(self.folder / name)
         units = row_units(len(train)) if self.unit == "row" else patient_units(train.patient, None, name)
         plan = self._plan_round(units.n)
