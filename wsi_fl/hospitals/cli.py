@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -294,11 +294,17 @@ def _find_signed_plan(study: Study | None = None) -> Path:
 
 
 @app.command()
-def status(kit: _KitOption, as_json: Json = False) -> None:
-    """Show which hospitals are connected, and the outcome of the jobs."""
-    from wsi_fl.hospitals.work.submit import load_status, status_lines
+def status(kit: _KitOption, study: _StudyFolder = None, as_json: Json = False) -> None:
+    """Show who takes part, the progress, the jobs, and the next steps with the person for each."""
+    from wsi_fl.hospitals.status.collect import make_status, status_lines
 
-    print_document(load_status(_open_kit(kit)), as_json, status_lines)
+    opened_kit, opened_study = _open_kit(kit), None
+    with nullcontext() if study else suppress(UsageError):  # without a study nothing is known of a plan
+        opened_study = _load_study(study)
+    document = make_status(opened_study, opened_kit, study_label=str(study or "."))
+    print_document(document, as_json, status_lines)
+    if document["connected"] is None and opened_kit.role == "coordinator" and opened_kit.folder is None:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -317,7 +323,7 @@ def abort(
 def check(kit: _KitFolder, plan: _PlanFile = None, shared: _SharedFolder = None, as_json: Json = False) -> None:
     """Check the connection of a kit; with the coordinator's and a plan: whether all hospitals reach each other."""
     from wsi_fl.hospitals.plans.signed_plan import FederationPlan
-    from wsi_fl.hospitals.work.submit import check_kit, check_lines
+    from wsi_fl.hospitals.work.check import check_kit, check_lines
 
     document = check_kit(_open_kit(kit), FederationPlan.load(plan) if plan else None, folder=shared)
     print_document(document, as_json, check_lines)
@@ -343,13 +349,19 @@ def dossier(
         Path | None, Option(metavar="DIR", help="Your kit; it has signatures and the federation's address.")
     ] = None,
     out: Annotated[Path, Option(help="The page; its JSON lies beside it.")] = Path("dossier.html"),
+    for_others: Annotated[
+        bool,
+        Option(
+            "--for-others", help="For others: without paths, local models, and numbers of patients."
+        ),
+    ] = False,
     study: _StudyFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Write one page for data protection and network administrators: what leaves, by which route, at what ε so far."""
+    """Write one page for data protection, security and networks: what leaves, by which route, at what ε so far."""
     from wsi_fl.hospitals.dossier.dossier_page import make_dossier
 
-    document = make_dossier(_load_study(study), site=site, kit=kit, out=out)
+    document = make_dossier(_load_study(study), site=site, kit=kit, out=out, for_others=for_others)
     print_document(dict(document), as_json, lambda _: [str(out)])
 
 
@@ -397,37 +409,6 @@ def leave(
         as_json,
         departure_lines,
     )
-
-
-@app.command()
-def backup(
-    kit: _KitOption,
-    out: Annotated[Path, Option(metavar="FILE", help="The file to write; it holds the key.")],
-    study: _StudyFolder = None,
-    as_json: Json = False,
-) -> None:
-    """Copy key, certificates, approvals, plan and ledger into one file."""
-    from wsi_fl.hospitals.work.backup import write_backup
-
-    opened_kit = _open_kit(kit)
-    document = write_backup(opened_kit, _find_hospital_study(opened_kit, study), out)
-    print_document(
-        document, as_json, lambda result: [f"{result['file']} holds the key of {result['name']}: protect it as the kit"]
-    )
-
-
-@app.command()
-def restore(
-    file: Annotated[Path, Argument(help="What `backup` wrote.")],
-    kit: Annotated[Path, Option(metavar="DIR", help="The folder of the kit, new or damaged.")],
-    study: Annotated[Path | None, Option(metavar="DIR", help="A hospital's study, new or damaged.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Restore missing files of a kit and a study; no ledger replaces a newer one."""
-    from wsi_fl.hospitals.work.backup import restore_backup, restore_lines
-    from wsi_fl.study.folder import Study
-
-    print_document(restore_backup(file, kit, Study(study.resolve()) if study else None), as_json, restore_lines)
 
 
 @app.command("preapprove")
@@ -497,69 +478,6 @@ def withdraw(kit: Path, study: Path | None, as_json: bool) -> None:
 
 
 @app.command()
-def census(
-    kit: _KitOption,
-    files: Annotated[list[Path] | None, Argument(help="With --collect: what hospitals sent.")] = None,
-    column: Annotated[
-        list[str] | None,
-        Option(metavar="NAME=VALUE,…", help="A column of your table, and the values to count. Repeatable."),
-    ] = None,
-    epsilon: Annotated[
-        float | None, Option(min=0.001, help="Per patient: of the census (0.1), or with --collect of the plan (1).")
-    ] = None,
-    only_enough: Annotated[
-        bool, Option("--only-enough", help="Tell only whether there are at least 20 of a value.")
-    ] = False,
-    out: Annotated[Path | None, Option(help="The file to send. Default: census-SITE.json.")] = None,
-    collect: Annotated[
-        bool, Option("--collect", help="At the coordinator: say what all hospitals can answer.")
-    ] = False,
-    study: _StudyFolder = None,
-    as_json: Json = False,
-) -> None:
-    """Count patients by the values of a column, with noise, before there is a plan; or collect hospitals' responses."""
-    from wsi_fl.hospitals.plans import feasibility as censuses
-    from wsi_fl.stages.runtime.console import TextLine
-    from wsi_fl.system.files import write_json
-
-    identity = _open_kit(kit).load_identity()
-    if collect:
-        responses = [censuses.read_response(path, identity.root) for path in files or []]
-        print_document(censuses.collect_responses(responses, epsilon or 1.0), as_json, censuses.feasibility_lines)
-        return
-    pairs = [option.partition("=") for option in column or []]
-    columns = {name: values.split(",") for name, _, values in pairs}
-    if len(columns) < len(pairs):
-        duplicate = next(name for name, *_ in pairs if [pair[0] for pair in pairs].count(name) > 1)
-        raise UsageError(
-            f"--column {duplicate}: is given twice; name all its values at once, as in {duplicate}=low,high"
-        )
-    if not columns:
-        raise UsageError("which column? say --column NAME=VALUE,VALUE, as in --column grade=low,high")
-    response = censuses.run_query(
-        _load_study(study), identity, columns, epsilon=epsilon or 0.1, only_enough=only_enough
-    )
-    path = out or Path(f"census-{identity.name}.json")
-    write_json(path, response)
-    message = f"{path}: {len(columns)} columns at ε = {response['epsilon']:g} per patient; send it to the coordinator"
-    print_document(response, as_json, lambda _: [TextLine(message)])
-
-
-@app.command()
-def board(
-    kit: Annotated[Path | None, Option(metavar="DIR", help="Your kit, the coordinator's or a hospital's.")] = None,
-    out: Annotated[Path | None, Option(help="Write it as a page too.")] = None,
-    study: _StudyFolder = None,
-    as_json: Json = False,
-) -> None:
-    """Show who takes part, the progress, the results, and the next steps with the person for each."""
-    from wsi_fl.hospitals.dashboard.dashboard_page import dashboard_lines, make_dashboard
-
-    document = make_dashboard(_load_study(study), kit=kit, out=out, study_label=str(study or "."))
-    print_document(document, as_json, dashboard_lines)
-
-
-@app.command()
 def rehearse(
     file: Annotated[Path, Argument(help="A plan, signed or not.")],
     kit: _KitOption,
@@ -580,24 +498,3 @@ def rehearse(
             _load_study(study), FederationPlan.load(file), _open_kit(kit).name, rounds=rounds, keep=keep, watcher=bars
         )
     print_document(document, as_json, dry_run_lines)
-
-
-@app.command()
-def evidence(
-    kit: Annotated[Path | None, Option(metavar="DIR", help="Your kit; with --verify, whose root is trusted.")] = None,
-    study: _StudyFolder = None,
-    out: Annotated[Path, Option(help="A new folder.")] = Path("evidence"),
-    verify: Annotated[Path | None, Option(metavar="DIR", help="Check such a folder instead, whosever it is.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Write the evidence that security, data protection and registers ask for, in one signed folder; or verify one."""
-    from wsi_fl.hospitals.dossier.evidence import make_evidence, verification_lines, verify_evidence
-
-    opened_kit = None if kit is None else _open_kit(kit)
-    if verify is not None:
-        result = verify_evidence(verify, opened_kit.load_identity().root if opened_kit else None)
-        print_document(result, as_json, partial(verification_lines, folder=verify, vouched=opened_kit is not None))
-        return
-    if opened_kit is None:
-        raise UsageError("which hospital's evidence? give --kit DIR; or --verify DIR, to check a folder")
-    print_document(make_evidence(_load_study(study), opened_kit, out), as_json, lambda _: [str(out / "index.html")])

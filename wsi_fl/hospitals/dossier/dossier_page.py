@@ -15,6 +15,7 @@ from textwrap import wrap
 from typing import Any
 
 from wsi_fl import __version__
+from wsi_fl.hospitals.dossier.answers import answer_sheets
 from wsi_fl.hospitals.plans.build_plan import PlanDocument, parse_plan_document, site_disclosures
 from wsi_fl.hospitals.plans.disclosures import fill_plan_text
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, approval_path, collect_approvals, cost_path, plan_path
@@ -122,7 +123,8 @@ def build_dossier(
         Among others "missing": why sites have not signed, None if the federation's root CA is not here to verify;
         "spent": ε of everything released so far, per unit of the plan; "group": the same for the patient with the most
         rows; "cost": the plan's cost, as the hospital saw it when it signed; "warning": why the ledger is invalid, as
-        by `approve`; "accounts": as `_list_accounts`; "audits": results of attacks.
+        by `approve`; "accounts": as `_list_accounts`; "audits": results of attacks; "answers": to the
+        forms of others.
     """
     document = parse_plan_document(plan)
     approval_status = collect_approvals(study, plan, kit.load_identity().root) if kit else None
@@ -138,7 +140,7 @@ def build_dossier(
         _list_audits(study, site.name, for_others=for_others),
     )
     planned_group = (cost or {}).get("lifetime_group") or group
-    return {
+    dossier = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "wsi_fl": __version__,
         "site": site.name,
@@ -156,6 +158,7 @@ def build_dossier(
         "audits": audits,
         **_describe_risks(document, site, kit, planned_group, audited=bool(audits), for_others=for_others),
     }
+    return dossier | {"answers": answer_sheets(dossier)}
 
 
 def _describe_risks(

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
+from wsi_fl.hospitals.faults import mark_fault
 from wsi_fl.hospitals.trust.certificates import Role
 from wsi_fl.hospitals.trust.kit import bracket_ipv6
 from wsi_fl.system.files import write_json
@@ -39,7 +40,8 @@ def require_flare() -> None:
         UsageError: with the command that installs it.
     """
     if find_spec("nvflare") is None:
-        raise UsageError("this needs NVIDIA FLARE; install it with `pip install 'wsi-fl[flare]'`")
+        text = "this needs NVIDIA FLARE; install it with `pip install 'wsi-fl[flare]'`"
+        raise mark_fault(UsageError(text), "no_flare")
 
 
 def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host: str, port: int) -> None:

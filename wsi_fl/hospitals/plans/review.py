@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from wsi_fl.hospitals.faults import mark_fault
 from wsi_fl.hospitals.plans.build_plan import (
     PlanDocument,
     PlannedSite,
@@ -20,12 +21,12 @@ from wsi_fl.hospitals.plans.build_plan import (
     site_disclosures,
 )
 from wsi_fl.hospitals.plans.disclosures import DataDescription, describe_store, find_odd_key
+from wsi_fl.hospitals.plans.installed_code import check_code_version
 from wsi_fl.hospitals.plans.preapproval import StandingApproval, preapproval_entries
 from wsi_fl.hospitals.plans.signed_plan import (
     SITE_TERMS,
     FederationPlan,
     approval_path,
-    check_code_version,
     check_pinned_key,
     check_revoked,
     check_site_terms,
@@ -221,10 +222,11 @@ def _require_matching_store(store_data: DataDescription, document: PlanDocument,
     for key, label in _STORE_TERMS.items():
         plan_value, store_value = plan_values[key], store_values[key]
         if None not in (plan_value, store_value) and not is_alike(key, plan_value, store_value):
-            raise UsageError(
+            text = (
                 f"the plan is for {label} {format_value(plan_value)}, "
                 f"but {site} has {format_value(store_value)}; make the store as the plan says, or ask for another plan"
             )
+            raise mark_fault(UsageError(text), "other_store", site)
 
 
 def is_alike(key: str, planned: object, actual: object) -> bool:
@@ -252,10 +254,11 @@ def _compute_cost(context: RunContext, plan: FederationPlan, site: SiteFile, app
         return PlanCost(n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds, framed_runs=runs)
     affordable = count_affordable(account, rounds)
     if not affordable:
-        raise UsageError(
+        text = (
             f"sites/{site.name}.toml: max_epsilon = {terms.max_epsilon:g} is not enough for one round of this plan; "
             "ask for one with more noise or fewer rows in a batch"
         )
+        raise mark_fault(UsageError(text), "affordability", site.name)
     run_mechanisms = ledger.list_mechanisms()
     if sends:
         return PlanCost(

@@ -13,18 +13,20 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.federation.documents import SiteName
+from wsi_fl.hospitals.faults import mark_fault
+from wsi_fl.hospitals.plans import installed_code
 from wsi_fl.hospitals.plans.preapproval import find_end_reason, list_codes
 from wsi_fl.hospitals.plans.preapproval_check import admit_plan
 from wsi_fl.hospitals.plans.signed_plan import (
     FederationPlan,
     approval_time,
-    check_code_version,
     check_revoked,
     check_site_terms,
-    code_digest,
     load_approved_plan,
 )
-from wsi_fl.hospitals.transports.secure_comm import SecureComm, SitePresence, Transport
+from wsi_fl.hospitals.transports.presence import SitePresence
+from wsi_fl.hospitals.transports.secure_comm import SecureComm
+from wsi_fl.hospitals.transports.transport import Transport
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.certificates import parse_revocation_list as listed
 from wsi_fl.hospitals.work.job_replies import ReachabilityReply
@@ -200,10 +202,11 @@ def _find_requested_run(study: Study, requested: str) -> RunFolder:
 def _refuse_second_run(study: Study, plan: FederationPlan, approved: str, site: str) -> None:
     """Refuse a further run of a plan that was approved for one: each run costs its ε and discloses again."""
     if (run := find_begun_run(study, plan.digest, approved, site)) is not None:
-        raise UsageError(
+        text = (
             f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
             f"`federation submit --resume last`, or let {site} approve the plan again, which spends its ε once more"
         )
+        raise mark_fault(UsageError(text), "second_run", site)
 
 
 def _open_comm(
@@ -240,7 +243,7 @@ def _open_comm(
         transport,
         timeout_s,
         version=__version__,
-        code=code_digest(),
+        code=installed_code.code_digest(signed_plan.method),
         plan=signed_plan.digest,
         most_bytes=signed_plan.most_bytes,
         keys=signed_plan.keys,
@@ -262,10 +265,9 @@ def _load_agreed_plan(
     if approved != approval_time(study, site):
         raise UsageError(f"site {site} approved another plan just now; nothing was begun, so ask again")
     if requested is not None and requested != signed_plan.digest:
-        raise UsageError(
-            f"site {site} signed plan {signed_plan.digest[:8]}, but this job is plan {requested[:8]}; nothing was begun"
-        )
+        text = f"site {site} signed plan {signed_plan.digest[:8]}, but this job is plan {requested[:8]}"
+        raise mark_fault(UsageError(f"{text}; nothing was begun"), "unsigned", site)
     local_terms = next(terms for terms in signed_plan.document["sites"] if terms["name"] == site)
     check_site_terms(local_terms, study.load_site(site))
-    check_code_version(signed_plan, site, list_codes(study, identity))
+    installed_code.check_code_version(signed_plan, site, list_codes(study, identity))
     return signed_plan, approved

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import date, datetime
+from datetime import datetime
 from functools import lru_cache
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -33,11 +33,12 @@ from wsi_fl.hospitals.plans.preapproval_check import admit_plan
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, load_approved_plan
 from wsi_fl.hospitals.transports.folder_transport import FolderTransport
 from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
-from wsi_fl.hospitals.transports.secure_comm import SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports.presence import SitePresence, SiteReturned, SitesDroppedOut
 from wsi_fl.hospitals.trust.certificates import Identity
-from wsi_fl.hospitals.trust.kit import Kit, find_likely_reason, server_address
+from wsi_fl.hospitals.trust.kit import Kit, find_failed_step, server_address
 from wsi_fl.hospitals.trust.root_ca import sync_revocation_list
 from wsi_fl.hospitals.work.client import LAST, take_part
+from wsi_fl.hospitals.work.repeat import refuse_after, repeat_until_done
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.training.resume import find_summary
 from wsi_fl.stages.training.summary import Summary
@@ -214,9 +215,9 @@ def _wait_until(is_done: Callable[[], bool], process: subprocess.Popen[bytes], k
     while not is_done():
         if (has_ended := process.poll() is not None) or time.monotonic() > deadline:
             problem = "its process ended" if has_ended else f"it is not registered after {_REGISTER_S:.0f} s"
-            reason = find_likely_reason(kit) if kit.role == "hospital" else ""
-            explanation = reason or f"no reason was found; the end of {kit.path / 'console.txt'} may say more"
-            raise WsiFlError(f"{kit.name}: {problem}: {explanation}")
+            step = find_failed_step(kit) if kit.role == "hospital" else None
+            explanation = f"no reason was found; the end of {kit.path / 'console.txt'} may say more"
+            raise WsiFlError(f"{kit.name}: {problem}: {step.said if step else explanation}")
         time.sleep(_POLL_S)
 
 
@@ -307,15 +308,14 @@ def _take_part_until_done(
     study: Study, kit: Kit, plan: FederationPlan, transport: FolderTransport, address: str, without: Sequence[str]
 ) -> Summary:
     """Take part, and resume whenever a peer does."""
-    identity, train = kit.load_identity(), plan.pipeline().train
-    tolerates_dropout, peers = train.min_sites is not None, set(plan.sites) - {identity.name, *without}
-    presence = SitePresence(identity, plan.sites, None if without else train.min_sites)
-    finished = find_summary(study, plan.digest, plan.sites, without, skip_lost=tolerates_dropout)
+    train, me = plan.pipeline().train, kit.name
+    peers = set(plan.sites) - {me, *without}
+    presence = SitePresence(kit.load_identity(), plan.sites, None if without else train.min_sites)
+    finished = find_summary(study, plan.digest, plan.sites, without, skip_lost=train.min_sites is not None)
     reported = {""}
 
     def handle_wait() -> None:
-        if train.deadline and date.today().isoformat() > train.deadline:
-            raise ReportableError(f"this plan was good until {train.deadline} (train.deadline); nothing more is sent")
+        refuse_after(train.deadline)
         if (trouble := transport.trouble) not in reported:
             reported.add(trouble)
             print_message(f"  {trouble}; it is tried again", "yellow")
@@ -327,10 +327,7 @@ def _take_part_until_done(
         sync_revocation_list(kit, address)
         return kit.load_revocation_list().keys
 
-    if finished is not None and not _has_waiting_peer(transport, peers):
-        return finished
-    print_message(f"  {identity.name} takes part in plan {plan.digest[:8]} as soon as all others do")
-    while True:
+    def attempt() -> Summary:
         try:
             return take_part(
                 study,
@@ -342,12 +339,8 @@ def _take_part_until_done(
                 presence=presence,
                 load_revoked=lambda: load_revoked(int(time.monotonic() / transport.beat_s)),
             )
-        except SiteReturned as return_error:
-            print_message(f"  {return_error}; all resume from their checkpoints")
-        except SitesDroppedOut as news:
-            presence.mark_dropped_out(news.sites, str(news))
-            missing = ", ".join(presence.missing_sites())
-            print_message(f"  {news}; {f'waiting for {missing}' if missing else 'the others go on'}", "yellow")
+        except (SiteReturned, SitesDroppedOut):
+            raise
         except ReportableError as refusal:
             if finished is None:
                 raise
@@ -356,7 +349,22 @@ def _take_part_until_done(
             return finished
         finally:
             transport.close()
+
+    def recover(error: WsiFlError) -> None:
+        if isinstance(error, SitesDroppedOut):
+            presence.mark_dropped_out(error.sites, str(error))
+            missing = ", ".join(presence.missing_sites())
+            print_message(f"  {error}; {f'waiting for {missing}' if missing else 'the others go on'}", "yellow")
+        elif isinstance(error, SiteReturned):
+            print_message(f"  {error}; all resume from their checkpoints")
+        else:
+            raise error
         sync_revocation_list(kit, address)
+
+    if finished is not None and not _has_waiting_peer(transport, peers):
+        return finished
+    print_message(f"  {me} takes part in plan {plan.digest[:8]} as soon as all others do")
+    return repeat_until_done(attempt, recover)
 
 
 def _has_waiting_peer(transport: FolderTransport, peers: set[str]) -> bool:

@@ -50,7 +50,7 @@ from wsi_fl.stages.training.summary import Summary, SummaryRow, build_row, build
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, UsageError, WsiFlError
+from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, SiteFailed, UsageError, WsiFlError
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> Summary:
@@ -214,7 +214,7 @@ def _run_guarded(
             sys.stderr.flush()
         comm.abort(2 if kind is UsageError else 1)
         if real:  # its text is for others
-            kind = NoCommonPlan if kind is UsageError else ReportableError
+            kind = NoCommonPlan if kind is UsageError else ReportableError if is_public else SiteFailed
         raise kind(text) from None
 
 
