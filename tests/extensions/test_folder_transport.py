@@ -24,9 +24,11 @@ from test_oneshot import HEADS, rows_of
 from test_sealed_messages import right, rounds_of, together
 
 from wsi_fl.federation.comm import PeerTimeout
-from wsi_fl.hospitals.plans.signed_plan import FORMAT, VERSION, FederationPlan, code_digest, record_approval
+from wsi_fl.hospitals.plans.installed_code import code_digest
+from wsi_fl.hospitals.plans.signed_plan import FORMAT, VERSION, FederationPlan, record_approval
 from wsi_fl.hospitals.transports.folder_transport import FolderTransport
-from wsi_fl.hospitals.transports.secure_comm import ReportableError, SecureComm, SitePresence
+from wsi_fl.hospitals.transports.presence import SitePresence
+from wsi_fl.hospitals.transports.secure_comm import ReportableError, SecureComm
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.sealed_messages import MessageSealer
 from wsi_fl.hospitals.work import start as starting
@@ -412,7 +414,7 @@ def plan_of(study, method, overrides, sites=SITES, name="small"):
     pipeline = study.load_pipeline(name, overrides)
     settings = dump_toml(pipeline.model_copy(update={"sites": list(sites)}), "# of a test")
     said = {"format": FORMAT, "version": VERSION, "pipeline": name, "method": method, "settings": settings}
-    said |= {"sites": [{"name": site} for site in sites], "wsi_fl": "test", "code": code_digest()}
+    said |= {"sites": [{"name": site} for site in sites], "wsi_fl": "test", "code": code_digest("proxyfl")}
     return FederationPlan(json.dumps(said | {"most_bytes": 1 << 24}))
 
 

@@ -25,7 +25,8 @@ from wsi_fl.hospitals.plans.signed_plan import (
     record_approval,
 )
 from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
-from wsi_fl.hospitals.transports.secure_comm import SecureComm, SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports.presence import SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports.secure_comm import SecureComm
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
 from wsi_fl.hospitals.trust.certificates import (
@@ -329,7 +330,7 @@ def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once_and_its_approval_d
     meeting = partial(taking_part._open_comm, Study(tmp_path), knowing, plan, (0, 1), None, 1.0, **given)
     refused(meeting, "a key of C2 that was withdrawn", error=NoCommonPlan)
     coordinator = SimpleNamespace(load_identity=lambda: knowing)  # is told before anybody is asked
-    asking = partial(submitting._run_job, coordinator, plan, plan.sites, {}, SilentProgress())
+    asking = partial(submitting.run_plan_job, coordinator, plan, plan.sites, {}, SilentProgress())
     refused(asking, "a key of C2 that was withdrawn")
     check_revoked(plan, federation.root, plan.sites)
     refused(lambda: check_pinned_key(plan, new.certificate, "C2"), "another key of C2", "a new key needs a new plan")

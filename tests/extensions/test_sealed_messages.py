@@ -20,7 +20,8 @@ from wsi_fl.federation.comm import LocalComm, PeerTimeout
 from wsi_fl.federation.documents import Count
 from wsi_fl.federation.message import BYTES, Outgoing
 from wsi_fl.hospitals.transports import secure_comm
-from wsi_fl.hospitals.transports.secure_comm import Handshake, SecureComm, SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports.presence import SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports.secure_comm import Handshake, SecureComm
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, key_fingerprint, verify_certificate
 from wsi_fl.hospitals.trust.sealed_messages import MessageSealer, SealedMessage

@@ -16,11 +16,11 @@ from hospitals import one_installation  # noqa: F401
 from test_inference_only_sites import unlabelled
 from test_oneshot import make_hospitals, rows_of
 from test_released_statistics import HEADS, NOISE, rewritten, sums_at
+from wsi_fl.hospitals.plans.dry_run import dry_run_plan
 
 from wsi_fl.federation.documents import ProtocolError
 from wsi_fl.hospitals.dossier import dossier_page
 from wsi_fl.hospitals.plans.build_plan import make_plan
-from wsi_fl.hospitals.plans.dry_run import dry_run_plan
 from wsi_fl.hospitals.plans.review import review_lines, review_plan, sign_plan
 from wsi_fl.hospitals.work.client import LAST, take_part
 from wsi_fl.oneshot import sync_statistics

@@ -13,12 +13,12 @@ from file_changes import edit, make_real, site_file
 from test_import import labels, of_trident
 from test_oneshot import head_of, make_hospitals, rows_of
 from test_released_statistics import HEADS, NOISE, released, sums_at
+from wsi_fl.hospitals.plans.dry_run import dry_run_plan
 
 from wsi_fl.demo import simulated_slides
 from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.hospitals.dossier.dossier_page import build_dossier
 from wsi_fl.hospitals.plans.build_plan import make_plan
-from wsi_fl.hospitals.plans.dry_run import dry_run_plan
 from wsi_fl.hospitals.plans.review import review_lines, review_plan
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.runs.run_folder import RunFolder

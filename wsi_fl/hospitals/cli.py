@@ -350,10 +350,7 @@ def dossier(
     ] = None,
     out: Annotated[Path, Option(help="The page; its JSON lies beside it.")] = Path("dossier.html"),
     for_others: Annotated[
-        bool,
-        Option(
-            "--for-others", help="For others: without paths, local models, and numbers of patients."
-        ),
+        bool, Option("--for-others", help="For others: without paths, local models, and numbers of patients.")
     ] = False,
     study: _StudyFolder = None,
     as_json: Json = False,
@@ -475,26 +472,3 @@ def withdraw(kit: Path, study: Path | None, as_json: bool) -> None:
     print_document(
         dict(revoked), as_json, lambda approval: [TextLine(f"the frame until {approval['until']} was withdrawn")]
     )
-
-
-@app.command()
-def rehearse(
-    file: Annotated[Path, Argument(help="A plan, signed or not.")],
-    kit: _KitOption,
-    study: _StudyFolder = None,
-    rounds: Annotated[
-        int | None, Option(min=1, help="Fewer than the plan's: all take as long as all sites in turn.")
-    ] = None,
-    keep: Annotated[Path | None, Option(help="A new folder to keep the run in, private models too.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Run a plan with your own data alone, for its time, memory and ε; nothing leaves and nothing is spent."""
-    from wsi_fl.hospitals.plans.dry_run import dry_run_lines, dry_run_plan
-    from wsi_fl.hospitals.plans.signed_plan import FederationPlan
-    from wsi_fl.stages.runtime.console import ProgressBars
-
-    with ProgressBars("rehearse") as bars:
-        document = dry_run_plan(
-            _load_study(study), FederationPlan.load(file), _open_kit(kit).name, rounds=rounds, keep=keep, watcher=bars
-        )
-    print_document(document, as_json, dry_run_lines)
