@@ -280,7 +280,7 @@ def test_the_memory_for_unread_messages_of_a_peer_is_bounded(identities, folder)
             return None
         if me == 1:
             assert read.wait(20)
-            return sum(len(one.body) for one in comm._inbox.values())
+            return sum(len(one.body) for one in comm._inbox._messages.values())
         for round_ in (1, 2, 3):
             item = Outgoing(0, 1, 1.0, release_of(folder / "C1", "s", round_, np.zeros(1500)))
             try:

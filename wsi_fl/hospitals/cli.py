@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from wsi_fl.cli.options import Json, Pipeline, Set, find_study, print_document
+from wsi_fl.cli.options import Json, Pipeline, Set, find_study, print_document, run_work
 from wsi_fl.federation.methods import list_names
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -31,6 +31,7 @@ _SharedFolder = Annotated[
     str | None, Option("--folder", metavar="ADDRESS", help="With a shared folder: another address of it.")
 ]
 _Unchecked = Annotated[bool, Option("--unchecked", help="For trials: compare no fingerprint.")]
+_Yes = Annotated[bool, Option("--yes", help="Sign without being asked.")]
 _StudyFolder = Annotated[
     Path | None, Option(metavar="DIR", help="The study. Default: the one at or above this folder.")
 ]
@@ -48,14 +49,19 @@ def _open_kit(folder: Path) -> Kit:
     return Kit.open(folder)
 
 
-def _ask_confirmation(question: str, instead: str) -> bool:
-    """Ask for confirmation; UsageError with the options to give instead, if there is no terminal."""
+def _require_consent(
+    question: str, *, yes: bool, options: str = "--yes", otherwise: str = "nothing was signed"
+) -> None:
+    """Ask for consent unless `yes`; WsiFlError after a no, UsageError if nobody can be asked."""
     try:
-        return typer.confirm(question, err=True)
+        if yes or typer.confirm(question, err=True):
+            return
     except typer.Abort:
         if sys.stdin.isatty():
             raise
-        raise UsageError(f"nothing was signed: nobody can be asked here; read the above, and give {instead}") from None
+        text = f"nothing was signed: nobody can be asked here; read the above, and give {options}"
+        raise UsageError(text) from None
+    raise WsiFlError(otherwise)
 
 
 @app.command()
@@ -137,8 +143,8 @@ def plan(
     )
     if root:
         check_revoked(new_plan, root.trust_pem, new_plan.sites)
-    document = {"plan": str(out), "sha256": new_plan.digest, "sites": new_plan.sites, "most_bytes": new_plan.most_bytes}
-    print_document(document, as_json, plan_lines)
+    facts = {"sha256": new_plan.digest, "sites": new_plan.sites, "most_bytes": new_plan.most_bytes}
+    print_document({"plan": str(out), **facts}, as_json, plan_lines)
 
 
 @app.command()
@@ -151,7 +157,7 @@ def approve(
     ] = None,
     unchecked: _Unchecked = False,
     study: _StudyFolder = None,
-    yes: Annotated[bool, Option("--yes", help="Sign without being asked.")] = False,
+    yes: _Yes = False,
     yes_per_row: Annotated[
         bool,
         Option(
@@ -182,17 +188,15 @@ def _sign_plan(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: b
     identity = _open_kit(kit).load_identity()
     review = review_plan(study, FederationPlan.load(file), identity.name)
     print_lines(review_lines(review))
-    if (
-        (excess := describe_excess(review.cost))
-        and not yes_per_row
-        and (yes or not _ask_confirmation(f"Do you accept that {excess}?", "--yes-per-row and --yes"))
-    ):
-        raise WsiFlError(
-            f"{file}: nothing was signed, for {excess}; ask for a plan per patient (privacy.unit), or give "
-            "--yes-per-row too"
-        )
-    if not yes and not _ask_confirmation(f"Sign this in the name of {identity.name}?", "--yes"):
-        raise WsiFlError(f"{file}: nothing was signed")
+    if (excess := describe_excess(review.cost)) and not yes_per_row:
+        remedy = "ask for a plan per patient (privacy.unit), or give --yes-per-row too"
+        refusal = f"{file}: nothing was signed, for {excess}; {remedy}"
+        if yes:
+            raise WsiFlError(refusal)
+        options = "--yes-per-row and --yes"
+        _require_consent(f"Do you accept that {excess}?", yes=False, options=options, otherwise=refusal)
+    question = f"Sign this in the name of {identity.name}?"
+    _require_consent(question, yes=yes, otherwise=f"{file}: nothing was signed")
     path = sign_plan(study, review, identity)
     costs = ("epsilon", "lifetime_epsilon", "max_tpr_at_fpr_1pct", "most_epsilon", "rounds", "group", "lifetime_group")
     document = {
@@ -262,7 +266,6 @@ def submit(
     """Run a signed plan at its hospitals."""
     from wsi_fl.hospitals.plans.signed_plan import FederationPlan
     from wsi_fl.hospitals.work.submit import submission_lines, submit_plan
-    from wsi_fl.stages.runtime.console import ProgressBars
 
     file = plan or _find_signed_plan()
     signed_plan = FederationPlan.load(file)
@@ -270,17 +273,8 @@ def submit(
         raise UsageError(f"{file} is a plan for {signed_plan.method}, not for {method}")
     if without and resume is None:
         raise UsageError("--without is for going on with a run; give --resume RUN too")
-    with ProgressBars("federation") as bars:
-        document = submit_plan(
-            _open_kit(kit),
-            signed_plan,
-            out=out,
-            parent_folder=file.parent,
-            resume=resume,
-            without=without or [],
-            watcher=bars,
-        )
-    print_document(document, as_json, submission_lines)
+    work = partial(submit_plan, _open_kit(kit), signed_plan, out=out, parent_folder=file.parent, resume=resume)
+    run_work("federation", partial(work, without=without or []), as_json, submission_lines)
 
 
 def _find_signed_plan(study: Study | None = None) -> Path:
@@ -401,15 +395,12 @@ def leave(
     """Write a record of your releases, what of them stays with others, and the remaining steps."""
     from wsi_fl.hospitals.dossier.dossier_page import departure_lines, write_departure
 
-    print_document(
-        write_departure(_load_study(study), _open_kit(kit), out=out, delete_approval=delete_approval),
-        as_json,
-        departure_lines,
-    )
+    document = write_departure(_load_study(study), _open_kit(kit), out=out, delete_approval=delete_approval)
+    print_document(document, as_json, departure_lines)
 
 
-@app.command("preapprove")
-def frame(
+@app.command()
+def preapprove(
     kit: _KitOption,
     epsilon: Annotated[float | None, Option(help="Of all plans together, by your own ledger.")] = None,
     until: Annotated[str, Option(metavar="DATE", help="The last day, as in 2027-03-31.")] = "",
@@ -429,46 +420,28 @@ def frame(
         bool, Option("--revoke", help="End your frame at once; a run under way ends at its next round.")
     ] = False,
     study: _StudyFolder = None,
-    yes: Annotated[bool, Option("--yes", help="Sign without being asked.")] = False,
+    yes: _Yes = False,
     as_json: Json = False,
 ) -> None:
     """Sign a standing approval: plans within it run here for weeks without a further signature, others are refused."""
-    from wsi_fl.hospitals.plans.preapproval import require_preapproval, write_preapproval
+    from wsi_fl.hospitals.plans.preapproval import require_preapproval, revoke_preapproval, write_preapproval
     from wsi_fl.hospitals.plans.preapproval_check import add_codes, make_preapproval, preapproval_lines
     from wsi_fl.hospitals.plans.signed_plan import FederationPlan
-    from wsi_fl.stages.runtime.console import print_lines
+    from wsi_fl.stages.runtime.console import TextLine, print_lines
 
-    if revoke:
-        withdraw(kit, study, as_json)
-        return
     opened_study, identity, codes = _load_study(study), _open_kit(kit).load_identity(), code or []
+    if revoke:
+        revoked = revoke_preapproval(opened_study, identity)
+        news = TextLine(f"the frame until {revoked['until']} was withdrawn")
+        print_document(dict(revoked), as_json, lambda _: [news])
+        return
     if add_code:
         approval = add_codes(require_preapproval(opened_study, identity), codes)
     else:
-        approval = make_preapproval(
-            opened_study,
-            FederationPlan.load(plan or _find_signed_plan(opened_study)),
-            identity.name,
-            epsilon=epsilon,
-            until=until,
-            runs=runs,
-            methods=method or [],
-            partners=partner or [],
-            codes=codes,
-        )
+        like = FederationPlan.load(plan or _find_signed_plan(opened_study))
+        terms = {"methods": method or [], "partners": partner or [], "codes": codes}
+        approval = make_preapproval(opened_study, like, identity.name, epsilon=epsilon, until=until, runs=runs, **terms)
     print_lines(preapproval_lines(approval))
-    if not yes and not _ask_confirmation(f"Sign this in the name of {identity.name}?", "--yes"):
-        raise WsiFlError("nothing was signed")
+    _require_consent(f"Sign this in the name of {identity.name}?", yes=yes)
     write_preapproval(opened_study, approval, identity)
     print_document(dict(approval), as_json, lambda _: [])
-
-
-def withdraw(kit: Path, study: Path | None, as_json: bool) -> None:
-    """End a frame at once, and all approvals made in its name; a run under way ends at its next round."""
-    from wsi_fl.hospitals.plans.preapproval import revoke_preapproval
-    from wsi_fl.stages.runtime.console import TextLine
-
-    revoked = revoke_preapproval(_load_study(study), _open_kit(kit).load_identity())
-    print_document(
-        dict(revoked), as_json, lambda approval: [TextLine(f"the frame until {approval['until']} was withdrawn")]
-    )

@@ -34,6 +34,7 @@ from wsi_fl.federation.message import (
     unpack_message,
 )
 from wsi_fl.hospitals.faults import FaultCode, mark_fault
+from wsi_fl.hospitals.transports.inbox import Inbox
 from wsi_fl.hospitals.transports.presence import MAX_CLOCK_SKEW_S, SitePresence, SiteReturned, SitesDroppedOut
 from wsi_fl.hospitals.transports.transport import MAX_MESSAGE_BYTES, Receipt, Transport
 from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, key_fingerprint
@@ -57,8 +58,6 @@ _END_REASONS: dict[str, tuple[FaultCode, str]] = {
 _RETRY_PAUSES_S = (0.05, 2.0)
 _WAKE_S = 0.5
 _FAREWELL_S = 5.0
-_MAX_PENDING = 64
-"""Messages of one peer that wait to be read: a site is never more than a few sequence ids ahead."""
 
 
 class _Mismatch(NamedTuple):
@@ -128,8 +127,7 @@ class SecureComm:
         self._n_gathered, self._session = 0, ""
         self._met_s, self._steps = time.monotonic(), 0
         self._peers: dict[str, tuple[Handshake, Holder]] = {}
-        self._inbox: dict[tuple[str, str], SealedMessage] = {}
-        self._consumed: set[tuple[str, str]] = set()
+        self._inbox = Inbox(self.most_bytes)
         self._end_error: ReportableError | None = None
         self._peer_error: ReportableError | None = None
         """A peer's end of the run; ignored while sites may drop out."""
@@ -313,29 +311,20 @@ class SecureComm:
         if header["sender"] not in self._peer_indices:
             return self._note_refusal(f"a message of {header['sender']} came, who takes no part in this run")
         peer = self._peers.get(header["sender"])
-        if peer is None or not self._session or self._is_full(message):
+        if peer is None or not self._session or self._inbox.is_full(message):
             return "later"
         message.verify_sender(peer[1])
         if header["to"] != self.identity.name or header["session"] != self._session:
             return self._note_refusal(f"a message of {header['sender']} is of another session or for another receiver")
-        key = (header["sender"], header["place"])
-        if key in self._inbox or key in self._consumed:
+        if not self._inbox.add(message):
             return "taken"
         if header["place"] in _END_REASONS:
             code, text = _END_REASONS[header["place"]]
             reason, sender = f"site {header['sender']} {text}", header["sender"]
             error = SitesDroppedOut(reason, [sender]) if self._tolerates_dropout else ReportableError(reason)
             self._peer_error = mark_fault(error, code, sender)
-        self._inbox[key] = message
         self._condition.notify_all()
         return "taken"
-
-    def _is_full(self, arrival: SealedMessage) -> bool:
-        """Return whether a peer's unread messages leave no room for a further one."""
-        sizes = [
-            len(message.body) for (sender, _), message in self._inbox.items() if sender == arrival.header["sender"]
-        ]
-        return len(sizes) >= _MAX_PENDING or sum(sizes) + len(arrival.body) > 2 * self.most_bytes
 
     def _note_refusal(self, reason: str) -> Receipt:
         self.refusals = [*self.refusals[-9:], reason]
@@ -360,18 +349,15 @@ class SecureComm:
         def remaining_s() -> float:
             return ends_s - time.monotonic() if lossy else inf if patient else self.timeout_s
 
-        keys = {k: (self.names[k], sequence_id) for k in senders}
+        names = [self.names[k] for k in senders]
         late_is_lost = suppress(PeerTimeout) if lossy else nullcontext()
         with late_is_lost:
             self._send_messages(sequence_id, contents, remaining_s())
         with self._condition:
             with late_is_lost:
-                self._wait_for_peers(
-                    sequence_id, lambda: [key[0] for key in keys.values() if key not in self._inbox], remaining_s()
-                )
-            messages = {k: self._inbox.pop(key) for k, key in keys.items() if key in self._inbox}
-            self._consumed |= set(keys.values())
-        return {k: self._sealer.open(message) for k, message in messages.items()}
+                self._wait_for_peers(sequence_id, lambda: self._inbox.list_missing(names, sequence_id), remaining_s())
+            messages = self._inbox.read(names, sequence_id)
+        return {self._peer_indices[name]: self._sealer.open(message) for name, message in messages.items()}
 
     def _wait_for_peers(self, sequence_id: str, missing: Callable[[], list[str]], limit_s: float) -> None:
         """Wait, holding the lock, until no peer is missing."""

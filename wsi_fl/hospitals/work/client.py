@@ -95,29 +95,15 @@ def take_part(
         approved=approved,
         parameters=signed_plan.parameters,
     )
-    context = RunContext.create(study, signed_plan.pipeline(), signed_plan.method)
-    if run is not None:
-        resumed_context, finished = open_run(study, request)
-        with _disclose_errors():
-            require_same(resumed_context, context, signed_plan.digest)
-        if finished is not None:
-            print_message(f"{finished['run']} has finished already; nothing is sent again")
-            return finished
-        context = resumed_context
+    context, finished = _open_context(study, signed_plan, request)
+    if finished is not None:
+        print_message(f"{finished['run']} has finished already; nothing is sent again")
+        return finished
     check_run(context, "mpi", stores=False)
     if context.uses_files and not context.find_site(identity.name).is_receiver:
         with _disclose_errors():
             load_local_statistics(context, identity.name)
-    if run is not None:
-        note_participants(context, request)
-        running = context.running
-    else:
-        if unknown := sorted(set(without) - set(context.names)):
-            raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(context.names)}")
-        left_out = without if is_last or min_sites else ()
-        running = tuple(k for k, name in enumerate(context.names) if name not in left_out)
-    if min_sites is not None and len(running) < min_sites:
-        raise ReportableError(f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}")
+    running = _list_running(context, request, min_sites)
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
     presence = presence or SitePresence(identity, signed_plan.sites)
@@ -141,6 +127,32 @@ def take_part(
         return ranks.take_part(context, comm, request)
     finally:
         comm.close()
+
+
+def _open_context(study: Study, signed_plan: FederationPlan, request: RunRequest) -> tuple[RunContext, Summary | None]:
+    """Return the context of a plan's run, and the summary of one that has finished already."""
+    context = RunContext.create(study, signed_plan.pipeline(), signed_plan.method)
+    if request.run is None:
+        return context, None
+    resumed_context, finished = open_run(study, request)
+    with _disclose_errors():
+        require_same(resumed_context, context, signed_plan.digest)
+    return resumed_context, finished
+
+
+def _list_running(context: RunContext, request: RunRequest, min_sites: int | None) -> tuple[int, ...]:
+    """Return the indices of the sites that take part; ReportableError if they are fewer than the plan needs."""
+    if request.run is not None:
+        note_participants(context, request)
+        running = context.running
+    else:
+        if unknown := sorted(set(request.without) - set(context.names)):
+            raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(context.names)}")
+        left_out = request.without if request.resumes_last or min_sites else ()
+        running = tuple(k for k, name in enumerate(context.names) if name not in left_out)
+    if min_sites is not None and len(running) < min_sites:
+        raise ReportableError(f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}")
+    return running
 
 
 def public_summary(study: Study, site: str, summary: Summary) -> Mapping[str, object]:
