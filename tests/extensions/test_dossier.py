@@ -17,7 +17,8 @@ from test_report import Document
 
 from wsi_fl.hospitals.dossier import dossier_page as page_module
 from wsi_fl.hospitals.dossier.answers import SHEETS, collect_facts
-from wsi_fl.hospitals.dossier.dossier_page import _largest_patient_rows, _render_page, make_dossier, write_departure
+from wsi_fl.hospitals.dossier.departure import write_departure
+from wsi_fl.hospitals.dossier.dossier_page import _largest_patient_rows, _render_page, make_dossier
 from wsi_fl.hospitals.plans.build_plan import parse_plan_document
 from wsi_fl.hospitals.plans.review import review_plan, sign_plan
 from wsi_fl.hospitals.plans.signed_plan import approval_path, load_approved_plan, plan_path

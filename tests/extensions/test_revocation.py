@@ -233,7 +233,7 @@ def test_start_first_takes_the_list_from_the_folder(place, one, capfd, monkeypat
 
 def test_all_sites_that_begin_again_over_a_folder_have_the_newest_list(place, one, monkeypatch):
     trusted, mine = [], Kit.open(one / "C1")
-    settings = SimpleNamespace(train=SimpleNamespace(min_sites=2))
+    settings = SimpleNamespace(train=SimpleNamespace(min_sites=2, deadline=None))
     plan = SimpleNamespace(digest="0" * 64, sites=["C1", "C2"], pipeline=lambda: settings)
 
     def part(_, identity, *args, **given):
@@ -245,7 +245,7 @@ def test_all_sites_that_begin_again_over_a_folder_have_the_newest_list(place, on
 
     monkeypatch.setattr(starting, "take_part", part)
     line, study = SimpleNamespace(close=lambda: None, waiting=set), Study(place / "study")
-    assert starting._take_part_until_done(study, mine, plan, line, mine.folder, ()) == {}
+    assert starting._FolderWork(study, mine, plan, line, mine.folder, ()).run_to_end() == {}
     assert trusted == [0, 1]
 
 

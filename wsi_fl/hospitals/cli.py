@@ -393,7 +393,7 @@ def leave(
     as_json: Json = False,
 ) -> None:
     """Write a record of your releases, what of them stays with others, and the remaining steps."""
-    from wsi_fl.hospitals.dossier.dossier_page import departure_lines, write_departure
+    from wsi_fl.hospitals.dossier.departure import departure_lines, write_departure
 
     document = write_departure(_load_study(study), _open_kit(kit), out=out, delete_approval=delete_approval)
     print_document(document, as_json, departure_lines)

@@ -24,7 +24,7 @@ from wsi_fl.hospitals.flare.flare_files import (
 )
 from wsi_fl.hospitals.trust.kit import Kit, find_failed_step, require_server
 from wsi_fl.hospitals.work.client import LAST
-from wsi_fl.hospitals.work.job_replies import validate_replies
+from wsi_fl.hospitals.work.job_replies import Reply, validate_replies
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError, single_line
 
@@ -287,7 +287,7 @@ def run_job(
     patience_s: float = HEARTBEAT_S,
     awaited: Mapping[str, float] | None = None,
     list_revoked: Callable[[], Sequence[str]] = list,
-) -> dict[str, Any]:
+) -> dict[str, Reply]:
     """Submit a job, wait for its end, and return each hospital's reply.
 
     A job that has not begun within two minutes, while the server has no other, is withdrawn. One whose hospitals or
@@ -349,7 +349,7 @@ def _silent_failure(job: str, status: str) -> JobFailed:
     return JobFailed(text, code="no_answer", can_retry=True)
 
 
-def _first_failure(failures: Sequence[Mapping[str, Any]]) -> JobFailed:
+def _first_failure(failures: Sequence[Reply]) -> JobFailed:
     """Return the failure of the first hospital that failed; the others only noticed it."""
     root_causes = [failure for failure in failures if failure["code"] not in ("site_ended", "aborted")]
     first = (root_causes or failures)[0]

@@ -50,7 +50,9 @@ class _RunReply(Summary):
     scores: CrossSiteCounts | None
 
 
-_REPLY_TYPES: dict[str, Any] = {"ready": _ReadyReply, "check": ReachabilityReply, "work": _RunReply}
+Reply = Mapping[str, Any]
+"""A validated document: that of the job, or a `FailureReply`."""
+_REPLY_TYPES: Mapping[str, Any] = {"ready": _ReadyReply, "check": ReachabilityReply, "work": _RunReply}
 
 
 def failure_reply(text: str, fault: Fault = NO_FAULT) -> FailureReply:
@@ -63,13 +65,13 @@ def parse_failure(text: str, site: str) -> FailureReply:
     return decode_document(text.encode(errors="surrogatepass"), FailureReply, site)
 
 
-def parse_reply(text: str, site: str, job_kind: str) -> dict[str, Any]:
+def parse_reply(text: str, site: str, job_kind: str) -> Reply:
     """Return a hospital's JSON reply after validation; ProtocolError, with the hospital's name, otherwise.
 
     Args:
         job_kind: the kind of job: "ready", "check" or "work".
     """
-    reply: dict[str, Any] = decode_document(
+    reply: Reply = decode_document(
         text.encode(errors="surrogatepass"), _REPLY_TYPES[job_kind], site, max_values=_MAX_VALUES
     )
     if reply.get("scores") is not None and not _is_complete(reply["scores"]):
@@ -77,7 +79,7 @@ def parse_reply(text: str, site: str, job_kind: str) -> dict[str, Any]:
     return reply
 
 
-def validate_replies(replies: Any, sites: Sequence[str], job_kind: str) -> dict[str, Any]:
+def validate_replies(replies: Any, sites: Sequence[str], job_kind: str) -> dict[str, Reply]:
     """Return the replies that the server passed on, by hospital, or ProtocolError; failures alone if any hospital
     failed.
 
@@ -91,7 +93,7 @@ def validate_replies(replies: Any, sites: Sequence[str], job_kind: str) -> dict[
     texts = {site: json.dumps(reply) for site, reply in replies.items() if reply != {}}
     failures = [site for site in texts if isinstance(replies[site], Mapping) and "error" in replies[site]]
     if failures:
-        return {site: dict(parse_failure(texts[site], site)) for site in failures}
+        return {site: parse_failure(texts[site], site) for site in failures}
     return {site: parse_reply(text, site, job_kind) for site, text in texts.items()}
 
 

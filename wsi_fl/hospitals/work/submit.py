@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from wsi_fl.data.cross_site_counts import CrossSiteCounts
 from wsi_fl.hospitals.faults import find_fault, mark_fault
@@ -24,6 +24,7 @@ from wsi_fl.hospitals.trust.certificates import parse_revocation_list
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work.client import LAST
 from wsi_fl.hospitals.work.job_log import load_job_log, log_end, log_submission
+from wsi_fl.hospitals.work.job_replies import Reply
 from wsi_fl.hospitals.work.repeat import refuse_after, repeat_until_done
 from wsi_fl.report.cross_site_section import render_coordinator
 from wsi_fl.report.formatting import describe_absences
@@ -84,8 +85,8 @@ def submit_plan(
     else:
         series = _PlanJobs(kit, plan, sites, resume, watcher)
         replies = repeat_until_done(series.attempt, series.recover)
-    scores = _require_same_scores({site: reply.pop("scores", None) for site, reply in replies.items()})
-    summary: Summary = next(iter(replies.values()))
+    scores = _require_same_scores({site: reply["scores"] for site, reply in replies.items()})
+    summary = cast(Summary, {key: value for key, value in replies[next(iter(replies))].items() if key != "scores"})
     if out is None:  # the hospitals named the run
         name = "result-" + re.sub(r"[^\w.-]", "_", Path(summary["run"]).name)
         candidates = (parent_folder / f"{name}{'' if n == 1 else f'-{n}'}" for n in count(1))
@@ -171,7 +172,7 @@ class _PlanJobs:
         self._resume = resume or LAST if has_begun else resume
         self._last_message, self._n_failed_jobs = "", 0
 
-    def attempt(self) -> dict[str, Any] | None:
+    def attempt(self) -> dict[str, Reply] | None:
         """Run a job for the hospitals that are there, and return each one's reply; None if too few are there."""
         refuse_after(self._deadline)
         plan, availability = self._plan, self._availability
@@ -238,7 +239,7 @@ def run_plan_job(
     watcher: Watcher,
     *,
     awaited: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Reply]:
     """Run a job at hospitals, record its outcome in the kit, and return each hospital's reply."""
     check_revoked(plan, kit.load_identity().root, sites)
     if reminder := kit.renewal_reminder():
