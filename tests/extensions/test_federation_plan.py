@@ -21,6 +21,7 @@ from wsi_fl import __version__
 from wsi_fl.hospitals.plans import installed_code, review
 from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
 from wsi_fl.hospitals.plans.installed_code import code_digest
+from wsi_fl.hospitals.plans.planned_run import read_planned_run
 from wsi_fl.hospitals.plans.review import describe_cost, review_lines, review_plan, sign_plan
 from wsi_fl.hospitals.plans.signed_plan import (
     FederationPlan,
@@ -37,6 +38,7 @@ from wsi_fl.hospitals.work import client
 from wsi_fl.hospitals.work.client import take_part
 from wsi_fl.models import create_model
 from wsi_fl.oneshot.projection import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
+from wsi_fl.plugins import load_entries
 from wsi_fl.privacy.accounting import epsilon, group_epsilon
 from wsi_fl.privacy.privacy_plan import plan_of_round
 from wsi_fl.runs.run_folder import RunFolder
@@ -281,6 +283,19 @@ def test_a_dry_run_reports_the_patient_guarantee_of_an_epsilon_per_row(tmp_path,
     per_patient = ["privacy.unit='patient'", "train.batch_size=3"]
     document = dry_run(study, method="proxyfl", backend="local", overrides=per_patient)
     assert document["sites"][0]["group"] is None
+
+
+def test_a_plan_is_tried_by_the_hospital_with_its_store_before_it_signs(plan, file, tmp_path):
+    study = hospital(tmp_path, "S0")
+    planned, cost = read_planned_run(study, file, None), review_plan(study, plan, "S0").cost
+    assert (planned.site, planned.digest, planned.method) == ("S0", plan.digest, "proxyfl")
+    assert planned.settings == plan.document["settings"] and planned.roles == dict.fromkeys(SITES, "member")
+    assert planned.cost["epsilon"] == cost.epsilon and planned.cost_text == describe_cost(cost)
+    assert next(iter(load_entries("wsi_fl.plans").values())) is read_planned_run
+    refused(lambda: read_planned_run(study, file, "S7"), "S7 is not in this plan")
+    shutil.rmtree(study.store_path("S0").parent)
+    refused(lambda: read_planned_run(study, file, None), "which site is yours? give --site")
+    refused(lambda: read_planned_run(study, file, "S0"), "try the plan where it is")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from conftest import REAL, make_study, refused
 
 from wsi_fl.federation.documents import ProtocolError
-from wsi_fl.hospitals.faults import RETRYABLE, Fault, find_fault
+from wsi_fl.hospitals.faults import RETRYABLE, Fault, find_fault, mark_fault
 from wsi_fl.hospitals.flare import jobs
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work.client import public_summary
@@ -19,7 +19,7 @@ from wsi_fl.hospitals.work.submit import submit_plan
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import train
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 SITES = ["S0", "S1"]
 SETTINGS = SimpleNamespace(train=SimpleNamespace(min_sites=None))
@@ -151,6 +151,15 @@ def test_a_failure_reason_is_one_printable_line():
     ):
         evil = {**good, **wrong}
         refused(partial(validate_replies, {"S1": evil}, SITES, "work"), "S1 told what was not", error=ProtocolError)
+
+
+def test_the_kind_of_a_failure_survives_that_it_is_raised_as_another_error():
+    with pytest.raises(NoCommonPlan) as told:
+        try:
+            raise mark_fault(UsageError("x"), "unsigned", "S1")
+        except UsageError as error:
+            raise NoCommonPlan(str(error)) from None
+    assert find_fault(told.value) == ("unsigned", "S1") and find_fault(WsiFlError("y")) == ("", "")
 
 
 def run_job(sites, what):
