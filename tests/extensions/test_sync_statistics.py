@@ -18,7 +18,7 @@ from test_oneshot import make_hospitals, rows_of
 from test_released_statistics import HEADS, NOISE, rewritten, sums_at
 
 from wsi_fl.federation.documents import ProtocolError
-from wsi_fl.hospitals.dossier import dossier_page
+from wsi_fl.hospitals.dossier import departure, dossier_page
 from wsi_fl.hospitals.plans.build_plan import make_plan
 from wsi_fl.hospitals.plans.planned_run import read_planned_run
 from wsi_fl.hospitals.plans.review import review_lines, review_plan, sign_plan
@@ -151,7 +151,7 @@ def test_released_class_statistics_are_synced_and_nothing_more_is_spent(all_rele
     (account,) = dossier_page.list_accounts(
         study, "S0", dossier_page.LedgerFile(study.ledger_path("S0")).entries, 1e-5, None
     )
-    assert dossier_page._describe_release(study, "S0", account)["to"] == ["S1", "S2"]
+    assert departure._describe_release(study, "S0", account)["to"] == ["S1", "S2"]
 
 
 @pytest.mark.slow
