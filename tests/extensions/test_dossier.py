@@ -276,15 +276,15 @@ def test_answers_to_forms_repeat_the_ledger_and_the_audits_and_claim_nothing_els
     assert f"has ε = {epsilon} of 50 at δ = 1e-05, per row (guaranteed)" in page
     asked = answers(found, "Is a model")
     (membership,) = [key for key in asked if "membership" in key]
-    assert "AUROC of 0.51 " in asked[membership]["says"] and asked[membership]["shown"]
+    assert "AUROC of 0.51 " in asked[membership]["says"] and asked[membership]["complete"]
     for words in ("canaries", "inversion"):  # the audit has no upper end, and there is no such attack
-        assert not next(row for key, row in asked.items() if words in key)["shown"]
-    assert not answers(found, "European")["Article 68, data permit"]["shown"]
+        assert not next(row for key, row in asked.items() if words in key)["complete"]
+    assert not answers(found, "European")["Article 68, data permit"]["complete"]
     rows = [row for sheet in found["answers"] for row in sheet["row"]]
     assert len(rows) == sum(len(sheet["row"]) for sheet in SHEETS) > 45
     assert all(row["says"] and "{" not in row["says"] and "= None" not in row["says"] for row in rows)
     with hide_file(study.runs_path / RUN / "audit" / "audit.json"):
-        assert not answers(make(study, kit, tmp_path)[0], "Is a model")[membership]["shown"]
+        assert not answers(make(study, kit, tmp_path)[0], "Is a model")[membership]["complete"]
 
 
 def test_an_epsilon_that_is_nominal_is_not_called_a_guarantee(dossier):

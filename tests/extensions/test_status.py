@@ -58,7 +58,7 @@ READY = FederationState(
         "C1": hospital("C1"),
         "C2": hospital("C2"),
     },
-    **{"now": NOW, "me": "coordinator", "over": "server", "plan": "plan.json", "sha256": "a" * 64},
+    **{"moment": NOW, "me": "coordinator", "over": "server", "plan": "plan.json", "sha256": "a" * 64},
     **{"sites": ("C1", "C2"), "method": "proxyfl", "rounds": 3, "patience_s": 600.0, "kit": "fed/coordinator"},
 )
 
@@ -199,7 +199,7 @@ def test_a_hospital_sees_its_own_status_and_unsent_status_stays_unknown(founded)
     me, other = facts.members["S0"], facts.members["S1"]
     assert (me.signed, me.connected, me.version) == (True, False, __version__)
     assert (me.spent, me.budget) == (0.0, 50.0)
-    assert abs(me.until - facts.now - timedelta(days=730)) < timedelta(hours=1)
+    assert abs(me.until - facts.moment - timedelta(days=730)) < timedelta(hours=1)
     assert (other.signed, other.version, other.spent) == (None, None, None)
     assert facts.troubles == [] and facts.sha256 == founded[2].digest
 

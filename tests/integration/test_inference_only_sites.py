@@ -207,9 +207,7 @@ def test_a_plan_names_the_inference_only_site_and_its_hospital_signs_without_a_b
     for site in ("S1", "S3"):
         leaves = build_dossier(study, plan, study.load_site(site), None)["plan"]["leaves"]
         assert [row["what"].startswith("class statistics") for row in leaves].count(True) == (site == "S1")
-    tried = dry_run_plan(
-        study, read_planned_run(study, tmp_path / "plan", "S1")
-    )  # as four: a hub, two that write to it, and one that listens
+    tried = dry_run_plan(study, read_planned_run(study, tmp_path / "plan", "S1"))
     assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger_path("S1").exists()
     refused(lambda: read_planned_run(study, tmp_path / "plan", "S3"), "S3 receives")
     edit(site_file(study, "S3"), "receiver", "member")

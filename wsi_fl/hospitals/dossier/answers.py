@@ -18,10 +18,10 @@ _GUARANTEED = "It holds for all trained on, against every attack; counts of test
 
 
 class _Answer(TypedDict):
-    """A question, and its answer; `shown` is whether all facts of the answer are known."""
+    """A question, and its answer; `complete` is whether all facts of the answer are known."""
 
     asks: str
-    shown: bool
+    complete: bool
     says: str
 
 
@@ -88,6 +88,6 @@ class _FactFormatter(Formatter):
 
 def _answer_row(row: Mapping[str, str], facts: Mapping[str, Any]) -> _Answer:
     try:
-        return {"asks": row["asks"], "shown": True, "says": _FactFormatter().vformat(row["says"], (), facts)}
+        return {"asks": row["asks"], "complete": True, "says": _FactFormatter().vformat(row["says"], (), facts)}
     except _UnknownFact:
-        return {"asks": row["asks"], "shown": False, "says": row.get("otherwise", "")}
+        return {"asks": row["asks"], "complete": False, "says": row.get("otherwise", "")}

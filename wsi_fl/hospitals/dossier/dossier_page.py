@@ -39,7 +39,7 @@ from wsi_fl.system.files import read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 
-class Release(TypedDict):
+class ReleaseRow(TypedDict):
     """A release by a line of the ledger.
 
     Attributes:
@@ -70,7 +70,7 @@ class RunAccount(TypedDict):
     unit: str
     guarantee: str
     group: Group | None
-    releases: list[Release]
+    releases: list[ReleaseRow]
 
 
 class _AuditResult(TypedDict):
@@ -312,7 +312,7 @@ def list_accounts(
     for run in dict.fromkeys(entry.run_id for entry in entries):
         lines, bytes_by_round = ([entry for entry in entries if entry.run_id == run], _bytes_by_round(study, site, run))
         spent = entries_epsilon(lines, delta)
-        releases: list[Release] = [
+        releases: list[ReleaseRow] = [
             {
                 "round": released_round.number,
                 "what": kind,

@@ -89,8 +89,8 @@ class JobController(Controller):  # type: ignore[misc]
             if (code := result.get_return_code()) == ReturnCode.OK:
                 self._replies[site] = parse_reply(str(result.get("said", "")), site, job_kind)
                 return
-            said = result.get("said")
-            failure = failure_reply(f"site {site}: {code}") if said is None else parse_failure(str(said), site)
+            text = result.get("said")
+            failure = failure_reply(f"site {site}: {code}") if text is None else parse_failure(str(text), site)
         except WsiFlError as error:
             failure = failure_reply(str(error))
         self._replies[site] = failure

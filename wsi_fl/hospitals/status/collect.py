@@ -117,13 +117,13 @@ def make_status(study: Study | None, kit: Kit, *, study_label: str = ".") -> Fed
         "running": facts.running,
         "run": facts.run,
         "report": facts.report,
-        "members": [_to_json(member) for member in facts.members.values()],
+        "members": [_format_member(member) for member in facts.members.values()],
         "trouble": [trouble.text for trouble in facts.troubles],
         "next": [step._asdict() for step in next_steps(facts)],
     }
 
 
-def _to_json(member: FederationMember) -> MemberStatus:
+def _format_member(member: FederationMember) -> MemberStatus:
     fields = asdict(member).items()
     texts = {k: v.isoformat(timespec="seconds") if isinstance(v, datetime) else v for k, v in fields}
     return cast(MemberStatus, texts)
@@ -302,7 +302,7 @@ def _collect_folder_status(facts: FederationState, study: Study, plan: Federatio
                     beliefs = {"version": handshake["version"], "until": holder.until}
                     facts.note_member(holder.name, connected=True, signed=True, **beliefs)
     # by the clock of the share, which knows when files were written; a living process writes several times a minute
-    latest = max([message.time or 0.0 for message in messages] + [facts.now.timestamp() - _SKEW_S])
+    latest = max([message.time or 0.0 for message in messages] + [facts.moment.timestamp() - _SKEW_S])
     for name, member in list(facts.members.items()):
         if member.connected and member.heard and latest - member.heard.timestamp() > _SILENT_S:
             facts.note_member(name, connected=False)

@@ -69,7 +69,7 @@ class FederationState:
     """
 
     members: dict[str, FederationMember]
-    now: datetime = field(default_factory=lambda: datetime.now(UTC))
+    moment: datetime = field(default_factory=lambda: datetime.now(UTC))
     me: str = ""
     over: Literal["server", "folder"] = "server"
     plan: str = ""
@@ -154,7 +154,7 @@ def _hospital_steps(facts: FederationState, member: FederationMember) -> Iterato
         yield _fill_step(facts, member.name, "sign the plan, and send the approval to the coordinator", "approve")
     elif member.connected is False:
         yield _fill_step(facts, member.name, "not connected: start", "start")
-    elif waited_for and (facts.now - waited_for).total_seconds() > facts.patience_s:
+    elif waited_for and (facts.moment - waited_for).total_seconds() > facts.patience_s:
         yield _fill_step(facts, member.name, f"silent since {waited_for:%Y-%m-%d %H:%M}: start again", "start")
     elif member.connected is None and facts.over == "folder":
         yield _fill_step(facts, member.name, "if it has not run yet", "start")
@@ -163,7 +163,7 @@ def _hospital_steps(facts: FederationState, member: FederationMember) -> Iterato
 def _renewal_steps(facts: FederationState, member: FederationMember) -> Iterator[NextStep]:
     if member.withdrawn or member.withdrawn_on or member.until is None:
         return
-    if (days := (member.until - facts.now).days) >= RENEWAL_DAYS:
+    if (days := (member.until - facts.moment).days) >= RENEWAL_DAYS:
         return
     when = f"ends in {days} days" if days >= 0 else f"ended on {member.until:%Y-%m-%d}"
     renew = f"the certificate of {member.name} {when}: approve its request again, send it back"

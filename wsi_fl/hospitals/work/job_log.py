@@ -28,7 +28,6 @@ class LoggedJob(TypedDict):
     sites: list[str] | None
     resume: str | None
     without: list[str] | None
-    asked: str | None
     run: str | None
     reason: str | None
     code: FaultCode | None
@@ -60,7 +59,7 @@ def load_job_log(kit: Kit) -> dict[str, LoggedJob]:
     job_log: dict[str, LoggedJob] = {}
     for line in read_lines(kit.path / _FILE, {"id": str}):
         entry = job_log.setdefault(line["id"], empty_entry())
-        entry |= cast(LoggedJob, {key: line[key] for key in LoggedJob.__annotations__ if key in line})
+        entry |= cast(LoggedJob, {key: value for key, value in line.items() if key != "id"})
     return job_log
 
 
