@@ -236,7 +236,8 @@ def build_dossier(
         "audits": audits,
         **_describe_risks(document, site, kit, planned_group, audited=bool(audits), for_others=for_others),
     }
-    return {**dossier, "answers": answer_sheets(dossier)}
+    dossier["answers"] = answer_sheets(dossier)
+    return dossier
 
 
 def _describe_risks(

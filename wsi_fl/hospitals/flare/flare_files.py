@@ -52,7 +52,7 @@ _SETTINGS = json.loads(Path(__file__).with_name("settings.json").read_text("utf-
 
 def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host: str, port: int) -> None:
     """Write the files that FLARE reads, all but key and certificates, into a kit."""
-    places = {
+    places: dict[str, str | int] = {
         "name": name,
         "federation": federation,
         "host": bracket_ipv6(host),

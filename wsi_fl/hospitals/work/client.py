@@ -78,70 +78,78 @@ def take_part(
             revoked.
         UsageError: when no plan was signed, another one is requested, or wsi-fl differs from the plan's.
     """
-    is_last = resume == LAST
     with _disclose_errors():
         signed_plan, approved = _load_agreed_plan(study, identity, plan, received_plan)
         if resume is None:
             _refuse_second_run(study, signed_plan, approved, identity.name)
-        run = None if resume is None or is_last else _find_requested_run(study, resume)
-    min_sites = signed_plan.pipeline().train.min_sites
-    request = RunRequest(
-        signed_plan.name,
-        run,
-        is_last,
-        without,
-        may_begin_without=min_sites is not None,
-        agreement=signed_plan.digest,
-        approved=approved,
-        parameters=signed_plan.parameters,
-    )
-    context, finished = _open_context(study, signed_plan, request)
+        run = None if resume is None or resume == LAST else _find_requested_run(study, resume)
+    request = _make_request(signed_plan, approved, run, without, resumes_last=resume == LAST)
+    context, finished = _open_context(study, signed_plan, request, identity.name)
     if finished is not None:
         print_message(f"{finished['run']} has finished already; nothing is sent again")
         return finished
-    check_run(context, "mpi", stores=False)
-    if context.uses_files and not context.find_site(identity.name).is_receiver:
-        with _disclose_errors():
-            load_local_statistics(context, identity.name)
-    running = _list_running(context, request, min_sites)
+    running = _list_running(context, request)
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
     presence = presence or SitePresence(identity, signed_plan.sites)
+    timeout_s = context.pipeline.comm.timeout_s
     comm = _open_comm(
         study,
         identity,
         signed_plan,
         running,
         transport,
-        context.pipeline.comm.timeout_s,
+        timeout_s,
         approved=approved,
         on_wait=on_wait,
         presence=presence,
         load_revoked=load_revoked,
     )
     if presence.min_sites is not None:
-        dropped_out = [name for k, name in enumerate(signed_plan.sites) if k not in comm.running]
-        reasons = {name: presence.reasons.get(name, "gone, as other sites say") for name in dropped_out}
-        request = replace(request, without=dropped_out, reasons=reasons)
+        request = _without_dropouts(request, comm, presence)
     try:
         return ranks.take_part(context, comm, request)
     finally:
         comm.close()
 
 
-def _open_context(study: Study, signed_plan: FederationPlan, request: RunRequest) -> tuple[RunContext, Summary | None]:
-    """Return the context of a plan's run, and the summary of one that has finished already."""
+def _make_request(
+    signed_plan: FederationPlan, approved: str, run: RunFolder | None, without: Sequence[str], *, resumes_last: bool
+) -> RunRequest:
+    return RunRequest(
+        signed_plan.name,
+        run,
+        resumes_last,
+        without,
+        may_begin_without=signed_plan.pipeline().train.min_sites is not None,
+        agreement=signed_plan.digest,
+        approved=approved,
+        parameters=signed_plan.parameters,
+    )
+
+
+def _open_context(
+    study: Study, signed_plan: FederationPlan, request: RunRequest, site: str
+) -> tuple[RunContext, Summary | None]:
+    """Return the context of a plan's run after its checks at a site, and the summary if the run has finished."""
     context = RunContext.create(study, signed_plan.pipeline(), signed_plan.method)
-    if request.run is None:
-        return context, None
-    resumed_context, finished = open_run(study, request)
-    with _disclose_errors():
-        require_same(resumed_context, context, signed_plan.digest)
-    return resumed_context, finished
+    if request.run is not None:
+        resumed_context, finished = open_run(study, request)
+        with _disclose_errors():
+            require_same(resumed_context, context, signed_plan.digest)
+        if finished is not None:
+            return resumed_context, finished
+        context = resumed_context
+    check_run(context, "mpi", stores=False)
+    if context.uses_files and not context.find_site(site).is_receiver:
+        with _disclose_errors():
+            load_local_statistics(context, site)
+    return context, None
 
 
-def _list_running(context: RunContext, request: RunRequest, min_sites: int | None) -> tuple[int, ...]:
+def _list_running(context: RunContext, request: RunRequest) -> tuple[int, ...]:
     """Return the indices of the sites that take part; ReportableError if they are fewer than the plan needs."""
+    min_sites = context.pipeline.train.min_sites
     if request.run is not None:
         note_participants(context, request)
         running = context.running
@@ -153,6 +161,13 @@ def _list_running(context: RunContext, request: RunRequest, min_sites: int | Non
     if min_sites is not None and len(running) < min_sites:
         raise ReportableError(f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}")
     return running
+
+
+def _without_dropouts(request: RunRequest, comm: SecureComm, presence: SitePresence) -> RunRequest:
+    """Return a request without the sites that the session left out, with the reasons that are known here."""
+    dropped_out = [name for k, name in enumerate(presence.names) if k not in comm.running]
+    reasons = {name: presence.reasons.get(name, "gone, as other sites say") for name in dropped_out}
+    return replace(request, without=dropped_out, reasons=reasons)
 
 
 def public_summary(study: Study, site: str, summary: Summary) -> Mapping[str, object]:
