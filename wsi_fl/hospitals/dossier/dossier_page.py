@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.hospitals.dossier.answers import AnswerSheet, answer_sheets
@@ -125,7 +125,7 @@ class Dossier(_Risks):
     warning: str
     accounts: list[RunAccount]
     audits: list[_AuditResult]
-    answers: NotRequired[list[AnswerSheet]]
+    answers: list[AnswerSheet]
 
 
 _MAX_LINES = 12
@@ -234,6 +234,7 @@ def build_dossier(
         "warning": warning,
         "accounts": list_accounts(study, site.name, entries, delta, rows),
         "audits": audits,
+        "answers": [],
         **_describe_risks(document, site, kit, planned_group, audited=bool(audits), for_others=for_others),
     }
     dossier["answers"] = answer_sheets(dossier)

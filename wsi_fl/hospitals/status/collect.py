@@ -195,7 +195,8 @@ def _list_members(kit: Kit, plan: FederationPlan | None) -> Iterator[FederationM
         issued = {line["name"]: line for line in root.list_issued()}
         revoked_keys = parse_revocation_list(root.trust_pem).keys
     roles: dict[str, Role] = {name: cast(Role, line["role"]) for name, line in issued.items()}
-    roles |= dict.fromkeys(plan.sites if plan else (), cast(Role, "hospital"))
+    for name in plan.sites if plan else ():
+        roles[name] = "hospital"  # noqa: C420
     roles[kit.name] = kit.role
     for name, role in roles.items():
         line = issued.get(name, {})
