@@ -196,7 +196,7 @@ def _list_members(kit: Kit, plan: FederationPlan | None) -> Iterator[FederationM
         revoked_keys = parse_revocation_list(root.trust_pem).keys
     roles: dict[str, Role] = {name: cast(Role, line["role"]) for name, line in issued.items()}
     for name in plan.sites if plan else ():
-        roles[name] = "hospital"  # noqa: C420
+        roles[name] = "hospital"
     roles[kit.name] = kit.role
     for name, role in roles.items():
         line = issued.get(name, {})
