@@ -17,24 +17,24 @@ from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.system.files import write_json
 
 
-class DepartedRun(RunAccount):
+class _DepartedRun(RunAccount):
     """The releases of one run that have left, its method if the run is still here, and the other sites."""
 
     method: str | None
     to: list[str]
 
 
-class Departure(TypedDict):
+class _Departure(TypedDict):
     """What a hospital leaves behind; `says` is the same for people, and what to do."""
 
     created: str
     site: str
     federation: str
-    runs: list[DepartedRun]
+    runs: list[_DepartedRun]
     says: list[str]
 
 
-def write_departure(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -> Departure:
+def write_departure(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -> _Departure:
     """Write, as JSON, a hospital's releases with their receivers, and the remaining steps; return the document.
 
     If its approval is to be deleted too, so that no further run starts, no process of it may still run.
@@ -51,7 +51,7 @@ def write_departure(study: Study, kit: Kit, *, out: Path, delete_approval: bool 
             approval.unlink(missing_ok=True)
     approval_note = f"{approval} is there: --delete-approval deletes it"
     status = approval_note if approval.exists() else "no plan is signed here"
-    document: Departure = {
+    document: _Departure = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "site": site.name,
         "federation": kit.document["federation"],
@@ -67,7 +67,7 @@ def write_departure(study: Study, kit: Kit, *, out: Path, delete_approval: bool 
     return document
 
 
-def _describe_release(study: Study, site: str, account: RunAccount) -> DepartedRun:
+def _describe_release(study: Study, site: str, account: RunAccount) -> _DepartedRun:
     """Return the releases of one run, and its other sites, if the run is still here.
 
     Class statistics that were released by themselves went to the sites of all plans whose runs carried them.
@@ -90,7 +90,7 @@ def _describe_release(study: Study, site: str, account: RunAccount) -> DepartedR
     }
 
 
-def _describe_remains(site: str, run: DepartedRun) -> str:
+def _describe_remains(site: str, run: _DepartedRun) -> str:
     """Describe what of a run stays with others."""
     name, releases = run["run"].split()[0], run["releases"]
     if not releases:
@@ -108,7 +108,7 @@ def _describe_remains(site: str, run: DepartedRun) -> str:
     )
 
 
-def departure_lines(document: Departure) -> Lines:
+def departure_lines(document: _Departure) -> Lines:
     """Report what stays with others, and what to do."""
     yield TextLine(f"{document['site']} leaves {document['federation']}")
     yield from (TextLine(f"  {sentence}") for sentence in document["says"])

@@ -39,7 +39,7 @@ from wsi_fl.system.files import read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 
-class ReleaseRow(TypedDict):
+class _ReleaseRow(TypedDict):
     """A release by a line of the ledger.
 
     Attributes:
@@ -70,7 +70,7 @@ class RunAccount(TypedDict):
     unit: str
     guarantee: str
     group: Group | None
-    releases: list[ReleaseRow]
+    releases: list[_ReleaseRow]
 
 
 class _AuditResult(TypedDict):
@@ -95,7 +95,7 @@ class _Risks(TypedDict):
     assessment: list[dict[str, object]]
 
 
-class Dossier(_Risks):
+class _Dossier(_Risks):
     """The content of a hospital's dossier on a plan.
 
     Attributes:
@@ -168,7 +168,7 @@ def _describe_flow(dossier: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path, for_others: bool = False) -> Dossier:
+def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path, for_others: bool = False) -> _Dossier:
     """Write the page, and its content as JSON beside it; return the content.
 
     Args:
@@ -197,7 +197,7 @@ def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path,
 
 def build_dossier(
     study: Study, plan: FederationPlan, site: SiteFile, kit: Kit | None, *, for_others: bool = False
-) -> Dossier:
+) -> _Dossier:
     """Return a hospital's dossier on a plan, from the files of its study and its kit.
 
     A dossier that leaves the hospital (`for_others`) holds nothing that depends on single patients without an ε, nor a
@@ -218,7 +218,7 @@ def build_dossier(
         _list_audits(study, site.name, for_others=for_others),
     )
     planned_group = (cost or {}).get("lifetime_group") or group
-    dossier: Dossier = {
+    dossier: _Dossier = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "wsi_fl": __version__,
         "site": site.name,
@@ -314,7 +314,7 @@ def list_accounts(
     for run in dict.fromkeys(entry.run_id for entry in entries):
         lines, bytes_by_round = ([entry for entry in entries if entry.run_id == run], _bytes_by_round(study, site, run))
         spent = entries_epsilon(lines, delta)
-        releases: list[ReleaseRow] = [
+        releases: list[_ReleaseRow] = [
             {
                 "round": released_round.number,
                 "what": kind,

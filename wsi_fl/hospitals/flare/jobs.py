@@ -203,7 +203,7 @@ def list_connected(kit: Kit) -> list[str]:
         return _list_responding(session)
 
 
-class ServerJob(TypedDict):
+class _ServerJob(TypedDict):
     """A job on the server.
 
     Attributes:
@@ -220,7 +220,7 @@ class ServerJob(TypedDict):
     site: str
 
 
-def list_jobs(kit: Kit, known_ids: Collection[str] = ()) -> list[ServerJob]:
+def list_jobs(kit: Kit, known_ids: Collection[str] = ()) -> list[_ServerJob]:
     """Return the jobs on the server, newest first, and why those failed that are not among known ids."""
     with _open_session(kit) as session:
         rows = _list_recent(session)
@@ -238,9 +238,9 @@ def list_jobs(kit: Kit, known_ids: Collection[str] = ()) -> list[ServerJob]:
     return rows
 
 
-def _list_recent(session: Session) -> list[ServerJob]:
+def _list_recent(session: Session) -> list[_ServerJob]:
     return [
-        ServerJob(
+        _ServerJob(
             id=str(job.get("job_id")),
             name=job.get("job_name", job.get("name")),
             status=str(job.get("status")),

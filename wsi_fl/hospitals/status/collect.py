@@ -41,7 +41,7 @@ _ROUND = re.compile(r"x(\d+)\.\d")
 _HEADINGS = ["who", "certificate", "version", "signed", "connected", "round", "last heard", "ε spent"]
 
 
-class MemberStatus(TypedDict):
+class _MemberStatus(TypedDict):
     """A `FederationMember`, with times as ISO 8601."""
 
     name: str
@@ -58,7 +58,7 @@ class MemberStatus(TypedDict):
     budget: float | None
 
 
-class JobRow(LoggedJob):
+class _JobRow(LoggedJob):
     """A job as the server and the kit know it."""
 
     id: str
@@ -67,7 +67,7 @@ class JobRow(LoggedJob):
     submitted: float | str | None
 
 
-class FederationStatus(TypedDict):
+class _FederationStatus(TypedDict):
     """What is known here of a federation.
 
     Attributes:
@@ -81,7 +81,7 @@ class FederationStatus(TypedDict):
     """
 
     connected: list[str] | None
-    jobs: list[JobRow]
+    jobs: list[_JobRow]
     plan: str
     sha256: str
     method: str
@@ -89,12 +89,12 @@ class FederationStatus(TypedDict):
     running: bool
     run: str
     report: str
-    members: list[MemberStatus]
+    members: list[_MemberStatus]
     trouble: list[str]
     next: list[dict[str, str]]
 
 
-def make_status(study: Study | None, kit: Kit, *, study_label: str = ".") -> FederationStatus:
+def make_status(study: Study | None, kit: Kit, *, study_label: str = ".") -> _FederationStatus:
     """Return what is known here of a federation, and the next steps.
 
     Nothing is sent to any hospital. A server is asked for clients and jobs, and a folder is listed; only the lock that
@@ -123,19 +123,19 @@ def make_status(study: Study | None, kit: Kit, *, study_label: str = ".") -> Fed
     }
 
 
-def _format_member(member: FederationMember) -> MemberStatus:
+def _format_member(member: FederationMember) -> _MemberStatus:
     fields = asdict(member).items()
     texts = {k: v.isoformat(timespec="seconds") if isinstance(v, datetime) else v for k, v in fields}
-    return cast(MemberStatus, texts)
+    return cast(_MemberStatus, texts)
 
 
-def collect_state(study: Study | None, kit: Kit) -> tuple[FederationState, list[str] | None, list[JobRow]]:
+def collect_state(study: Study | None, kit: Kit) -> tuple[FederationState, list[str] | None, list[_JobRow]]:
     """Return what is known here of a federation, the hospitals that answer its server, and the server's jobs."""
     path, plan = (_find_newest_plan(study) if study else None) or (None, None)
     facts = FederationState({member.name: member for member in _list_members(kit, plan)})
     facts.me, facts.kit, facts.over = kit.name, str(kit.path), "folder" if kit.folder else "server"
     connected: list[str] | None = None
-    rows: list[JobRow] = []
+    rows: list[_JobRow] = []
     if study is not None and path is not None and plan is not None:
         facts.plan, facts.sha256, facts.method = study.relative_path(path), plan.digest, plan.method
         facts.sites = tuple(plan.sites)
@@ -162,18 +162,18 @@ def collect_state(study: Study | None, kit: Kit) -> tuple[FederationState, list[
     return facts, connected, rows
 
 
-def ask_server(kit: Kit) -> tuple[list[str], list[JobRow]]:
+def ask_server(kit: Kit) -> tuple[list[str], list[_JobRow]]:
     """Return the hospitals that are connected and answer, and the newest jobs with the kit's own entries of them.
 
     A reason that the kit did not know yet is recorded there.
     """
     connected, job_log = jobs.list_connected(kit), load_job_log(kit)
-    rows: list[JobRow] = []
+    rows: list[_JobRow] = []
     for row in jobs.list_jobs(kit, [number for number, entry in job_log.items() if entry["reason"]]):
         entry = job_log.get(row["id"], empty_entry())
         if row["reason"] and row["id"] in job_log and row["status"] != "DEAD":
             log_end(kit, row["id"], reason=row["reason"], fault=Fault(row["code"], row["site"]))
-        rows.append(cast(JobRow, {**entry, **row} if row["reason"] else {**row, **entry}))
+        rows.append(cast(_JobRow, {**entry, **row} if row["reason"] else {**row, **entry}))
     return connected, rows
 
 
@@ -254,7 +254,7 @@ def _collect_own_run(facts: FederationState, study: Study, plan: FederationPlan,
 
 
 def _collect_job_progress(
-    facts: FederationState, study: Study, plan: FederationPlan, kit: Kit, rows: list[JobRow]
+    facts: FederationState, study: Study, plan: FederationPlan, kit: Kit, rows: list[_JobRow]
 ) -> None:
     """Collect the coordinator's jobs and results."""
     summaries = sorted(study.root.glob("*/summary.json"), key=lambda path: path.stat().st_mtime)
@@ -327,7 +327,7 @@ def _utc_time(seconds: float | None) -> datetime | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
 
 
-def status_lines(status: FederationStatus) -> Lines:
+def status_lines(status: _FederationStatus) -> Lines:
     """Report the members, the jobs on a server, and the next steps."""
     if status["connected"] is not None:
         yield TextLine(f"connected: {', '.join(status['connected']) or 'nobody'}")
@@ -353,7 +353,7 @@ def status_lines(status: FederationStatus) -> Lines:
         yield TextLine(f"  {step['who'] or 'you'}: {step['what']}{': ' if step['command'] else ''}{step['command']}")
 
 
-def _member_cells(member: MemberStatus, rounds: int) -> list[str]:
+def _member_cells(member: _MemberStatus, rounds: int) -> list[str]:
     """Return the row of a member: "–" for unknown values, "" for those that a server or a coordinator has not."""
     until = f"withdrawn {member['withdrawn_on'][:10]}" if member["withdrawn_on"] else (member["until"] or "–")[:10]
     cells = [member["name"], until, member["version"] or "–"]

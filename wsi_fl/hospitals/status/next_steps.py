@@ -94,7 +94,7 @@ class FederationState:
             self.members[name] = replace(self.members[name], **known_values)
 
 
-class NextStep(NamedTuple):
+class _NextStep(NamedTuple):
     """Somebody's next step; `command` is "" if no command of wsi-fl does it."""
 
     who: str
@@ -109,15 +109,15 @@ REMEDIES: dict[FaultCode, list[list[str]]] = _REMEDY_TEXTS["remedy"]
 """The steps (who, what, command) of each kind of failure."""
 
 
-def next_steps(facts: FederationState) -> list[NextStep]:
+def next_steps(facts: FederationState) -> list[_NextStep]:
     """Return the next steps, the most pressing first, each once; unknown values need no step."""
     return list(dict.fromkeys(_find_steps(facts)))
 
 
-def _find_steps(facts: FederationState) -> Iterator[NextStep]:
+def _find_steps(facts: FederationState) -> Iterator[_NextStep]:
     if facts.run:
         done = _fill_step(facts, facts.me, "done: make the report", "report")
-        yield NextStep(facts.me, f"done: open {facts.report}") if facts.report else done
+        yield _NextStep(facts.me, f"done: open {facts.report}") if facts.report else done
     for trouble in facts.troubles:
         yield from _remedy_steps(facts, trouble)
     for member in facts.members.values():
@@ -125,14 +125,14 @@ def _find_steps(facts: FederationState) -> Iterator[NextStep]:
     if not facts.plan:
         yield _fill_step(facts, COORDINATOR, "make the plan, and send it to every hospital", "plan")
     elif facts.running:
-        yield NextStep(_ALL_MEMBERS, "wait: the hospitals work")
+        yield _NextStep(_ALL_MEMBERS, "wait: the hospitals work")
     elif not facts.run:
         yield from _steps_before_run(facts)
     elif facts.failure:  # a further run was tried
         yield from _remedy_steps(facts, facts.failure)
 
 
-def _steps_before_run(facts: FederationState) -> Iterator[NextStep]:
+def _steps_before_run(facts: FederationState) -> Iterator[_NextStep]:
     """Yield the missing steps before a run of the plan can begin, or go on."""
     hospitals = [facts.members[name] for name in facts.sites]
     missing = [step for hospital in hospitals for step in _hospital_steps(facts, hospital)]
@@ -145,7 +145,7 @@ def _steps_before_run(facts: FederationState) -> Iterator[NextStep]:
         yield _fill_step(facts, COORDINATOR, text, "submit")
 
 
-def _hospital_steps(facts: FederationState, member: FederationMember) -> Iterator[NextStep]:
+def _hospital_steps(facts: FederationState, member: FederationMember) -> Iterator[_NextStep]:
     waited_for = member.heard if facts.over == "folder" else None  # a server detects dropouts itself
     if member.withdrawn:
         text = f"the key of {member.name} was withdrawn: make a plan without it, or with its new key"
@@ -160,7 +160,7 @@ def _hospital_steps(facts: FederationState, member: FederationMember) -> Iterato
         yield _fill_step(facts, member.name, "if it has not run yet", "start")
 
 
-def _renewal_steps(facts: FederationState, member: FederationMember) -> Iterator[NextStep]:
+def _renewal_steps(facts: FederationState, member: FederationMember) -> Iterator[_NextStep]:
     if member.withdrawn or member.withdrawn_on or member.until is None:
         return
     if (days := (member.until - facts.moment).days) >= RENEWAL_DAYS:
@@ -171,16 +171,16 @@ def _renewal_steps(facts: FederationState, member: FederationMember) -> Iterator
     yield _fill_step(facts, member.name, "put the new certificate into the kit", "join")
 
 
-def _remedy_steps(facts: FederationState, trouble: Trouble) -> Iterator[NextStep]:
+def _remedy_steps(facts: FederationState, trouble: Trouble) -> Iterator[_NextStep]:
     """Yield the steps for a failure; one of no known kind is shown as it is."""
     site = trouble.fault.site or facts.me
     for who, text, command in REMEDIES.get(trouble.fault.code, ()):
         yield _fill_step(facts, site if who == _SITE_PLACEHOLDER else who, text, command, site)
     if trouble.fault.code not in REMEDIES:
-        yield NextStep(facts.me, trouble.text)
+        yield _NextStep(facts.me, trouble.text)
 
 
-def _fill_step(facts: FederationState, who: str, text: str, command: str, site: str = "") -> NextStep:
+def _fill_step(facts: FederationState, who: str, text: str, command: str, site: str = "") -> _NextStep:
     """Return a step with known values in its places: paths for this place, words in capitals for others."""
     if facts.over == "folder" and command in ("submit", "resume"):  # there every hospital resumes by itself
         who, text, command = _ALL_MEMBERS, "start; to start again is always right", "start"
@@ -195,4 +195,4 @@ def _fill_step(facts: FederationState, who: str, text: str, command: str, site: 
         "site": site or who,
     }
     quoted = {name: shlex.quote(value) for name, value in places.items()}
-    return NextStep(who, text.format(**places), COMMANDS[command].format(**quoted) if command else "")
+    return _NextStep(who, text.format(**places), COMMANDS[command].format(**quoted) if command else "")

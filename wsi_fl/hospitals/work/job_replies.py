@@ -28,7 +28,7 @@ class _ReadyReply(TypedDict):
     """A hospital's process listens."""
 
 
-class FailureReply(TypedDict):
+class _FailureReply(TypedDict):
     """Why a hospital did not do its job: in words, as a code, and the hospital that is concerned, "" for none."""
 
     error: PrintableText
@@ -51,18 +51,18 @@ class _RunReply(Summary):
 
 
 Reply = Mapping[str, Any]
-"""A validated document: that of the job, or a `FailureReply`."""
+"""A validated document: that of the job, or a `_FailureReply`."""
 _REPLY_TYPES: Mapping[str, Any] = {"ready": _ReadyReply, "check": ReachabilityReply, "work": _RunReply}
 
 
-def failure_reply(text: str, fault: Fault = NO_FAULT) -> FailureReply:
+def failure_reply(text: str, fault: Fault = NO_FAULT) -> _FailureReply:
     """Return a failure document with its reason: one printable line of at most 1000 characters."""
     return {"error": make_printable(" ".join(text.split()))[:_MAX_ERROR_CHARS], "code": fault.code, "site": fault.site}
 
 
-def parse_failure(text: str, site: str) -> FailureReply:
+def parse_failure(text: str, site: str) -> _FailureReply:
     """Return a hospital's failure document after validation; ProtocolError, with the hospital's name, otherwise."""
-    return decode_document(text.encode(errors="surrogatepass"), FailureReply, site)
+    return decode_document(text.encode(errors="surrogatepass"), _FailureReply, site)
 
 
 def parse_reply(text: str, site: str, job_kind: str) -> Reply:
