@@ -85,6 +85,7 @@ START = "wsi-fl federation start KIT --study DIR"
     [
         (READY, f"coordinator: all have signed: submit: {SUBMIT}"),
         (replace(READY, plan=""), f"coordinator: {PLANNING}"),
+        (replace(READY, plan="", study=""), ": give --study DIR too: without it nothing is known of the plan: "),
         (with_c2(signed=False), f"C2: {SIGN}"),
         (with_c2(connected=False), f"C2: not connected: start: {START}"),
         (with_c2(signed=None), f"coordinator: submit, once all have signed and started: {SUBMIT}"),

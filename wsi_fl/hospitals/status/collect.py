@@ -106,7 +106,7 @@ def make_status(study: Study | None, kit: Kit, *, study_label: str = ".") -> _Fe
         study_label: the study, as the commands of the steps name it.
     """
     facts, connected, rows = collect_state(study, kit)
-    facts.study = study_label
+    facts.study = study_label if study else ""
     return {
         "connected": connected,
         "jobs": rows,
@@ -158,7 +158,7 @@ def collect_state(study: Study | None, kit: Kit) -> tuple[FederationState, list[
                 collect(facts, study, plan, kit)
             except WsiFlError as error:  # the other parts are collected all the same
                 facts.troubles.append(Trouble(str(error), find_fault(error)))
-    facts.troubles = list(dict.fromkeys(facts.troubles))
+    facts.troubles = list({trouble.text: trouble for trouble in facts.troubles}.values())
     return facts, connected, rows
 
 

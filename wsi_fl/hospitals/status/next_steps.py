@@ -64,7 +64,7 @@ class FederationState:
         plan, sha256, sites, method, rounds, patience_s: the newest plan: its file, and its content.
         job, running, failure: the newest job of the plan, whether it runs, and why it failed.
         run, report: the finished run of the plan, and its page.
-        kit, study: their paths, as commands name them.
+        kit, study: their paths, as commands name them; study "" if none was found.
         troubles: failures while this was collected.
     """
 
@@ -122,7 +122,9 @@ def _find_steps(facts: FederationState) -> Iterator[_NextStep]:
         yield from _remedy_steps(facts, trouble)
     for member in facts.members.values():
         yield from _renewal_steps(facts, member)
-    if not facts.plan:
+    if not facts.study:
+        yield _NextStep("", "give --study DIR too: without it nothing is known of the plan")
+    elif not facts.plan:
         yield _fill_step(facts, COORDINATOR, "make the plan, and send it to every hospital", "plan")
     elif facts.running:
         yield _NextStep(_ALL_MEMBERS, "wait: the hospitals work")
