@@ -1,6 +1,7 @@
 """Standing approvals: plans within one run without a further signature; no other plan does, and none after its end."""
 
 import json
+import shutil
 import tomllib
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
@@ -38,6 +39,7 @@ from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.guarantee import PrivacyTerms, collect_mechanisms
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.privacy_account import open_ledger
+from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
@@ -51,9 +53,17 @@ def identities(federation):
     return {name: federation.identity(name) for name in SITES}
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory, identities):
+    """The study of S0, and its plan."""
+    study = larger_study(tmp_path_factory.mktemp("template") / "S0", n_sites=2, site_extra=REAL)
+    made(study, identities)
+    return study.root
+
+
 @pytest.fixture
-def study(tmp_path):
-    return larger_study(tmp_path / "S0", n_sites=2, site_extra=REAL)
+def study(template, tmp_path):
+    return Study(shutil.copytree(template, tmp_path / "S0"))
 
 
 @pytest.fixture
@@ -62,8 +72,8 @@ def me(identities):
 
 
 @pytest.fixture
-def plan(study, identities):
-    return made(study, identities)
+def plan(study):
+    return FederationPlan.load(study.root / "plan.json")
 
 
 def made(study, identities, *overrides, method="proxyfl", out="plan.json", **keys):
