@@ -484,7 +484,7 @@ def start(root, groups):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, federation):
-    """(group, seen): hospitals of which two were killed and one was called again, and what the share's owner can read."""
+    """A group of which two were killed and one was called again, and what the owner of the share can read."""
     root = tmp_path_factory.mktemp("hospitals")
     group = Group(root / "killed", "proxyfl", BASE, federation)
     group.jobs[0]["calls"] = 3
