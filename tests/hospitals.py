@@ -11,14 +11,18 @@ import sys
 import time
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 
+import pytest
 from conftest import make_study
 from open_tracing import Opened
 
+from wsi_fl import plugins
 from wsi_fl.hospitals.demo import find_free_port
+from wsi_fl.hospitals.plans import installed_code
 from wsi_fl.hospitals.plans.build_plan import make_plan
 from wsi_fl.hospitals.plans.review import review_plan, sign_plan
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, plan_path
@@ -31,6 +35,15 @@ from wsi_fl.study.folder import Study
 INSECURE = ("privacy.insecure_seed=1", "train.seed=3")
 FEDERATION = [sys.executable, "-m", "wsi_fl", "federation"]
 ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_installation():
+    """Read the installed packages, and the code of each method, once for all tests of a file that imports this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "plugin_versions", cache(plugins.plugin_versions))
+        patch.setattr(installed_code, "code_digest", cache(installed_code.code_digest))
+        yield
 
 
 class Bed:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import REAL, larger_study, refused
+from hospitals import one_installation  # noqa: F401
 from test_federation_plan import hospital, made
 from test_report import Document
 

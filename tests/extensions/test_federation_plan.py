@@ -14,6 +14,7 @@ import pytest
 from conftest import REAL, refused, write_features, write_store
 from conftest import larger_study as make_study
 from federation_fixtures import Federation, Wire, at_once
+from hospitals import one_installation  # noqa: F401
 
 import wsi_fl
 from wsi_fl import __version__

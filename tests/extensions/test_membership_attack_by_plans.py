@@ -17,6 +17,7 @@ import pytest
 import tomli_w
 from conftest import REAL, make_study, write_features
 from federation_fixtures import Federation
+from hospitals import one_installation  # noqa: F401
 
 from wsi_fl.hospitals.plans.build_plan import make_plan
 from wsi_fl.hospitals.plans.preapproval import write_preapproval

@@ -49,9 +49,9 @@ from wsi_fl.hospitals.trust.root_ca import RootCA, install_revocation_list, revo
 from wsi_fl.hospitals.work import client as taking_part
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
+from wsi_fl.hospitals.work.check import check_kit
 from wsi_fl.hospitals.work.client import SiteGreeting
 from wsi_fl.hospitals.work.start import take_part_by_folder
-from wsi_fl.hospitals.work.submit import check_kit
 from wsi_fl.stages.runtime.console import SilentProgress
 from wsi_fl.study.folder import Study
 from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, WsiFlError

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import REAL, make_study, refused
+from hospitals import one_installation  # noqa: F401
 from torch import nn
 
 from wsi_fl.federation import preflight

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from conftest import REAL, larger_study, refused
 from federation_fixtures import Wire, at_once
-from hospitals import INSECURE, Bed
+from hospitals import INSECURE, Bed, one_installation  # noqa: F401
 
 from wsi_fl.hospitals.plans import installed_code, preapproval
 from wsi_fl.hospitals.plans.build_plan import make_plan

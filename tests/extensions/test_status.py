@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 from conftest import REAL, larger_study, make_study
+from hospitals import one_installation  # noqa: F401
 from test_error_advice import _parses
 from test_federation_plan import made
 from test_submit import checks, public_summary, submitting, train

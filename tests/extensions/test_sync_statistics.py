@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import REAL, model, refused, same, write_features
 from federation_fixtures import Wire, at_once
+from hospitals import one_installation  # noqa: F401
 from test_inference_only_sites import unlabelled
 from test_oneshot import make_hospitals, rows_of
 from test_released_statistics import HEADS, NOISE, rewritten, sums_at

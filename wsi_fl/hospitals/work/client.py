@@ -106,7 +106,7 @@ def take_part(
         load_revoked=load_revoked,
     )
     if presence.min_sites is not None:
-        request = _without_dropouts(request, comm, presence)
+        request = _exclude_dropouts(request, comm, presence)
     try:
         return ranks.take_part(context, comm, request)
     finally:
@@ -163,7 +163,7 @@ def _list_running(context: RunContext, request: RunRequest) -> tuple[int, ...]:
     return running
 
 
-def _without_dropouts(request: RunRequest, comm: SecureComm, presence: SitePresence) -> RunRequest:
+def _exclude_dropouts(request: RunRequest, comm: SecureComm, presence: SitePresence) -> RunRequest:
     """Return a request without the sites that the session left out, with the reasons that are known here."""
     dropped_out = [name for k, name in enumerate(presence.names) if k not in comm.running]
     reasons = {name: presence.reasons.get(name, "gone, as other sites say") for name in dropped_out}
