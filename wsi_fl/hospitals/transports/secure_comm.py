@@ -77,7 +77,7 @@ class SecureComm:
         running: indices of the participants, the same everywhere.
         transport: the transport, listened to from now on.
         timeout_s: how long to wait for a peer.
-        version, code: of wsi-fl, and the SHA-256 of the installed package; the same at all sites.
+        version, code: of wsi-fl, and the SHA-256 of the installed code; the same at all sites.
         plan: SHA-256 of the signed plan; "" without one.
         most_bytes: of a message.
         keys: the fingerprint of each site's key, if the plan pins them: no other key speaks for the site.
