@@ -11,7 +11,7 @@ from math import inf
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from wsi_fl.hospitals.transports.secure_comm import Receipt
+from wsi_fl.hospitals.transports.transport import Receipt
 from wsi_fl.hospitals.trust.certificates import (
     Identity,
     build_request,

@@ -22,9 +22,10 @@ from open_tracing import Opened
 
 from wsi_fl import plugins
 from wsi_fl.hospitals.demo import find_free_port
+from wsi_fl.hospitals.plans import installed_code
 from wsi_fl.hospitals.plans.build_plan import make_plan
 from wsi_fl.hospitals.plans.review import review_plan, sign_plan
-from wsi_fl.hospitals.plans.signed_plan import FederationPlan, code_digest, plan_path
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.hospitals.trust.root_ca import RootCA
@@ -38,12 +39,10 @@ ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buf
 
 @pytest.fixture(scope="module", autouse=True)
 def one_installation():
-    """Read the installed packages once for all tests of a file that imports this fixture."""
+    """Read the installed packages, and the code of each method, once for all tests of a file that imports this."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugins, "plugin_versions", cache(plugins.plugin_versions))
-        once = cache(code_digest)
-        for name in ("signed_plan", "build_plan", "preapproval_check"):
-            patch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", once)
+        patch.setattr(installed_code, "code_digest", cache(installed_code.code_digest))
         yield
 
 

@@ -56,6 +56,10 @@ class ReportableError(WsiFlError):
     """A failure that may be reported to other sites: its text has only facts that all sites exchanged."""
 
 
+class SiteFailed(ReportableError):
+    """A failure at a real hospital, of which others learn nothing else."""
+
+
 class Interrupted(ReportableError):
     """The end of this process without a failure; its caller goes on."""
 

@@ -12,7 +12,7 @@ from conftest import make_study, refused
 
 from wsi_fl import plugins
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.hospitals.plans.signed_plan import code_digest, package_versions
+from wsi_fl.hospitals.plans.installed_code import code_digest, package_versions
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.slides.reading.reader import Slide
@@ -77,10 +77,10 @@ def test_the_encoder_of_a_plugin_embeds_patches_and_its_reader_reads_a_slide(ins
 
 
 def test_a_plan_names_the_version_of_a_plugin(install_packages):
-    before = code_digest()
+    before = code_digest("proxyfl")
     install_packages()
     assert package_versions()["neighbourly"] == "1.2"
-    assert code_digest() != before
+    assert code_digest("proxyfl") != before
 
 
 @pytest.mark.parametrize(

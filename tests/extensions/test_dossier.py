@@ -1,4 +1,4 @@
-"""The dossier of a hospital as page and JSON with no name of a slide or patient, and its signed evidence."""
+"""The dossier of a hospital as page and JSON with no name of a slide or patient, and its answers to forms."""
 
 import json
 import re
@@ -11,21 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import REAL, larger_study, refused
-from federation_fixtures import Federation
 from hospitals import one_installation  # noqa: F401
 from test_federation_plan import hospital, made
 from test_report import Document
-from typer.testing import CliRunner
 
-from wsi_fl.cli.main import app
-from wsi_fl.hospitals.dossier import dossier_page as page
-from wsi_fl.hospitals.dossier import evidence as writing
-from wsi_fl.hospitals.dossier.dossier_page import _largest_patient_rows, _render_page, make_dossier, write_departure
-from wsi_fl.hospitals.dossier.evidence import make_evidence, verify_evidence
+from wsi_fl.hospitals.dossier import dossier_page as page_module
+from wsi_fl.hospitals.dossier.answers import SHEETS, collect_facts
+from wsi_fl.hospitals.dossier.departure import write_departure
+from wsi_fl.hospitals.dossier.dossier_page import _largest_patient_rows, _render_page, make_dossier
 from wsi_fl.hospitals.plans.build_plan import parse_plan_document
 from wsi_fl.hospitals.plans.review import review_plan, sign_plan
 from wsi_fl.hospitals.plans.signed_plan import approval_path, load_approved_plan, plan_path
-from wsi_fl.hospitals.trust.certificates import key_fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import group_epsilon
 from wsi_fl.privacy.guarantee import PrivacyTerms
@@ -267,52 +263,35 @@ def test_sent_models_are_listed_as_staying_with_the_other_sites_of_the_run(signe
     assert found["says"][0].startswith(f"{RUN}: S1, S2 may hold {held}")
 
 
-@pytest.fixture(scope="module")
-def evidence(signed, tmp_path_factory):
-    """(document, folder) of a hospital with releases and an audit; no external tool is called."""
-    study, kit, *_ = signed
-    out = tmp_path_factory.mktemp("evidence") / "evidence"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "find_spec", lambda _: None)
-        return make_evidence(study, Kit.open(kit), out), out
-
-
-@pytest.fixture
-def copy(evidence, tmp_path):
-    return shutil.copytree(evidence[1], tmp_path / "copy")
-
-
-def root_of(signed):
-    return Kit.open(signed[1]).load_identity().root
-
-
 def answers(document, title):
-    (sheet,) = [one for one in document["sheets"] if one["title"].startswith(title)]
+    (sheet,) = [one for one in document["answers"] if one["title"].startswith(title)]
     return {row["asks"]: row for row in sheet["row"]}
 
 
-def test_epsilon_of_the_page_equals_that_of_the_ledger(signed, evidence):
-    document, out = evidence
-    epsilon = f"{signed[3].epsilon():.4g}"
-    assert answers(document, "Entry")["ε"]["says"] == f"{epsilon} spent on everything so far; budget 50"
-    page = words_of((out / "index.html").read_text())
+def test_answers_to_forms_repeat_the_ledger_and_the_audits_and_claim_nothing_else(signed, dossier, tmp_path):
+    study, kit, _, ledger = signed
+    found, page = dossier[0], words_of(dossier[1].read_text())
+    epsilon = f"{ledger.epsilon():.4g}"
+    assert answers(found, "Entry")["ε"]["says"] == f"{epsilon} spent on everything so far; budget 50"
     assert f"has ε = {epsilon} of 50 at δ = 1e-05, per row (guaranteed)" in page
-    assert json.loads((out / "evidence.json").read_text()) == document
-
-
-def test_figures_equal_those_of_the_audit_and_nothing_else_is_claimed(signed, evidence, tmp_path, monkeypatch):
-    asked = answers(evidence[0], "Is a model")
-    (membership,) = [row for key, row in asked.items() if "membership" in key]
-    assert "AUROC of 0.51 " in membership["says"] and membership["shown"]
+    asked = answers(found, "Is a model")
+    (membership,) = [key for key in asked if "membership" in key]
+    assert "AUROC of 0.51 " in asked[membership]["says"] and asked[membership]["complete"]
     for words in ("canaries", "inversion"):  # the audit has no upper end, and there is no such attack
-        assert not next(row for key, row in asked.items() if words in key)["shown"]
-    assert not answers(evidence[0], "European")["Article 68, data permit"]["shown"]
-    study, kit, *_ = signed
-    monkeypatch.setattr(writing, "find_spec", lambda _: None)
+        assert not next(row for key, row in asked.items() if words in key)["complete"]
+    assert not answers(found, "European")["Article 68, data permit"]["complete"]
+    rows = [row for sheet in found["answers"] for row in sheet["row"]]
+    assert len(rows) == sum(len(sheet["row"]) for sheet in SHEETS) > 45
+    assert all(row["says"] and "{" not in row["says"] and "= None" not in row["says"] for row in rows)
     with hide_file(study.runs_path / RUN / "audit" / "audit.json"):
-        document = make_evidence(study, Kit.open(kit), tmp_path / "bare")
-    asked = answers(document, "Is a model")
-    assert not next(row for key, row in asked.items() if "membership" in key)["shown"]
+        assert not answers(make(study, kit, tmp_path)[0], "Is a model")[membership]["complete"]
+
+
+def test_an_epsilon_that_is_nominal_is_not_called_a_guarantee(dossier):
+    assert "every attack" in collect_facts(dossier[0])["worth"]
+    accounts = [account | {"guarantee": "nominal"} for account in dossier[0]["accounts"]]
+    facts = collect_facts(dossier[0] | {"accounts": accounts})
+    assert (facts["guarantee"], "every attack" in facts["worth"]) == ("nominal", False)
 
 
 def keys_and_values(document):
@@ -323,147 +302,34 @@ def keys_and_values(document):
             yield from keys_and_values(value)
 
 
-def test_evidence_for_others_holds_nothing_of_single_patients_or_unreleased_models(
-    signed, evidence, tmp_path, monkeypatch
+def test_a_dossier_for_others_holds_nothing_of_single_patients_unreleased_models_or_paths(
+    signed, tmp_path, monkeypatch
 ):
     study, kit, *_ = signed
-    file = study.runs_path / RUN / "audit" / "audit.json"
+    file, home = study.runs_path / RUN / "audit" / "audit.json", tmp_path / "home"
     document, before = json.loads(file.read_text()), file.read_text()
     stayed = {"model": "private", "membership": {"own": {"auroc": 0.987, "interval": [0.98, 0.99]}}, "canaries": None}
     for row in document["sites"]:
         row["models"].append(stayed)
-    monkeypatch.setattr(writing, "find_spec", lambda _: None)
     file.write_text(json.dumps(document))
-    make_evidence(study, Kit.open(kit), tmp_path / "out")
-    own, _ = make(study, kit, tmp_path)
-    file.write_text(before)
+    shared = Path(shutil.copytree(kit, tmp_path / "kit")) / "federation.json"
+    shared.write_text(json.dumps(json.loads(shared.read_text()) | {"folder": str(home / "share")}))
+    try:
+        own, _ = make(study, kit, tmp_path)
+        found, page = make(study, shared.parent, tmp_path, for_others=True)
+        loaded = page_module._load_ledger
+        damaged = f"{home}/ledger.jsonl: another than {home}/x knows"
+        monkeypatch.setattr(page_module, "_load_ledger", lambda *given: (loaded(*given)[0], damaged))
+        warned, warned_page = make(study, shared.parent, tmp_path, for_others=True)
+    finally:
+        file.write_text(before)
     assert own["group"]["rows"] == 12 and [one["auroc"] for one in own["audits"]] == [0.51, 0.987]
-    found = json.loads((tmp_path / "out" / "dossier.json").read_text())
     told = [value for key, value in keys_and_values(found) if key in ("group", "lifetime_group", "rows", "cost")]
     assert told and set(map(str, told)) == {"None"}
     assert [(one["model"], one["auroc"]) for one in found["audits"]] == [("proxy", 0.51)]
-    for path in (tmp_path / "out").iterdir():
-        text = words_of(path.read_text())
-        assert "0.987" not in text and "12 rows" not in text and "76.7" not in text, path
-
-
-def test_evidence_for_others_names_no_path_of_the_machine(signed, tmp_path, monkeypatch):
-    study, kit, *_ = signed
-    home = tmp_path / "home"
-    document = {"components": [{"name": "a", "externalReferences": [{"url": f"file://{home}"}, {"url": "https://a"}]}]}
-    document["properties"] = [{"name": "python", "value": str(home / "python")}, {"name": "python", "value": "3"}]
-
-    def tool(module, package, arguments, file):
-        if package == "pip-audit":
-            return make_tool("json.tool", package, [str(home / "no" / "requirements.txt")], file)
-        file.write_text(json.dumps(document))
-        return file.name
-
-    make_tool = writing._run_tool
-    monkeypatch.setattr(writing, "_run_tool", tool)
-    monkeypatch.setattr(page, "_load_ledger", lambda *_: ([], f"{home}/ledger.jsonl: another than {home}/x knows"))
-    document_of_kit = json.loads((Path(kit) / "federation.json").read_text())
-    shutil.copytree(kit, tmp_path / "kit")
-    (tmp_path / "kit" / "federation.json").write_text(json.dumps(document_of_kit | {"folder": str(home / "share")}))
-    made = make_evidence(study, Kit.open(tmp_path / "kit"), tmp_path / "out")
-    assert "pip-audit failed" in made["vulnerabilities"]
-    for path in (tmp_path / "out").rglob("*"):
-        for word in (str(home), str(study.root), str(tmp_path), "/share", "/usr/"):
-            assert word not in path.read_text(), (path.name, word)
-    software = json.loads((tmp_path / "out" / "sbom.json").read_text())
-    assert software["components"][0]["externalReferences"] == [{"url": "https://a"}]
-    assert software["properties"] == [{"name": "python", "value": "3"}]
-
-
-def test_every_row_of_a_sheet_holds_a_fact_and_missing_tools_are_named(evidence):
-    rows = [row for sheet in evidence[0]["sheets"] for row in sheet["row"]]
-    assert len(rows) == sum(len(one["row"]) for one in writing._SHEETS) > 45
-    assert all("{" not in row["says"] and "= None" not in row["says"] for row in rows)
-    assert all(row["says"] for row in rows), "what is not shown says why"
-    assert "pip install pip-audit" in evidence[0]["vulnerabilities"]
-    assert "python -m cyclonedx_py environment --of JSON -o sbom.json" in evidence[0]["sbom"]
-
-
-def test_an_epsilon_that_is_nominal_is_not_called_a_guarantee(signed, tmp_path):
-    found, _ = make(*signed[:2], tmp_path)
-    assert "every attack" in writing._sheet_facts(found)["worth"]
-    accounts = [account | {"guarantee": "nominal"} for account in found["accounts"]]
-    told = writing._sheet_facts(found | {"accounts": accounts})
-    assert (told["guarantee"], "every attack" in told["worth"]) == ("nominal", False)
-
-
-def test_the_message_of_a_failing_tool_is_quoted(tmp_path):
-    said = writing._run_tool("json.tool", "a-tool", [], tmp_path / "file.json")
-    assert said.startswith("not made; a-tool failed: ") and "file.json" in said
-
-
-def test_an_unchanged_evidence_folder_is_verified(signed, evidence):
-    found = verify_evidence(evidence[1], root_of(signed))
-    assert (found["site"], found["organization"]) == ("S0", "org")
-    assert set(found["files"]) == {"index.html", "evidence.json", "dossier.html", "dossier.json"}
-    other = Federation().root
-    refused(lambda: verify_evidence(evidence[1], other), "does not belong to this federation")
-
-
-def edit_page(folder):
-    file = folder / "index.html"
-    file.write_text(file.read_text().replace("50", "51", 1))
-
-
-def of_another_site(folder):
-    said = json.loads((folder / "evidence.sig.json").read_text())
-    (folder / "evidence.sig.json").write_text(json.dumps(said | {"site": "S1"}))
-
-
-@pytest.mark.parametrize(
-    ("harm", "word"),
-    [
-        (edit_page, "index.html is not as S0 signed it"),
-        (lambda folder: (folder / "more.txt").write_text("x"), "more.txt is not as"),
-        (lambda folder: write_json(folder / "a" / "evidence.sig.json", {}), "a/evidence.sig.json is not as"),
-        (lambda folder: (folder / "dossier.html").unlink(), "dossier.html is not as"),
-        (of_another_site, "was not signed by it"),
-        (lambda folder: (folder / "evidence.sig.json").write_text("{}"), "it is incomplete"),
-    ],
-)
-def test_a_changed_evidence_folder_is_refused(signed, copy, harm, word):
-    harm(copy)
-    refused(lambda: verify_evidence(copy, root_of(signed)), word)
-
-
-def test_without_a_startup_kit_evidence_is_verified_by_its_root_ca_word_for_word(copy):
-    assert verify_evidence(copy, None)["site"] == "S0"
-    file = copy / "evidence.sig.json"
-    said = json.loads(file.read_text())
-    ours, other = said["root"], Federation().root
-    for root, why in ((other, "does not belong"), (f"{ours}\n", "not signed by"), (7, "does not")):
-        file.write_text(json.dumps(said | {"root": root}))
-        refused(lambda: verify_evidence(copy, None), why)
-    file.write_text(json.dumps({key: said[key] for key in said if key != "root"}))
-    refused(lambda: verify_evidence(copy, None), "give --kit")
-    file.write_text(json.dumps(said))
-    edit_page(copy)
-    refused(lambda: verify_evidence(copy, None), "index.html is not as S0 signed it")
-
-
-def test_the_command_writes_and_verifies_evidence(signed, evidence, tmp_path, monkeypatch):
-    study, kit, *_ = signed
-    monkeypatch.setattr(writing, "find_spec", lambda _: None)
-    out, said = tmp_path / "evidence", "is as S0 (org) signed it"
-
-    def command(*given):
-        return CliRunner().invoke(app, ["federation", "evidence", *map(str, given)])
-
-    done = command("--kit", kit, "--study", study.root, "--out", out)
-    assert (done.exit_code, done.stdout) == (0, f"{out / 'index.html'}\n"), done.output
-    done = command("--kit", kit, "--verify", out)
-    assert done.exit_code == 0 and said in done.stdout
-    assert "anybody can make such a root CA" not in done.output
-    done, identity = command("--verify", out), Kit.open(kit).load_identity()
-    assert done.exit_code == 0 and said in done.stdout and "anybody can make such a root CA" in done.output
-    assert key_fingerprint(identity.certificate) in done.output and key_fingerprint(identity.root) in done.output
-    assert "give --kit DIR" in str(command().exception)
-    refused(lambda: make_evidence(study, Kit.open(kit), out), "it holds something already")
+    for text in (page, json.dumps(found), warned_page, json.dumps(warned)):
+        for word in ("0.987", "12 rows", "76.7", str(home), str(study.root), str(tmp_path), "/share"):
+            assert word not in text, word
 
 
 def account_of(study, run, document):

@@ -5,6 +5,7 @@ import json
 import shutil
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,15 +16,16 @@ from conftest import larger_study as make_study
 from federation_fixtures import Federation, Wire, at_once
 from hospitals import one_installation  # noqa: F401
 
+import wsi_fl
 from wsi_fl import __version__
-from wsi_fl.hospitals.plans import review
-from wsi_fl.hospitals.plans import signed_plan as signed_plans
+from wsi_fl.hospitals.plans import installed_code, review
 from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
+from wsi_fl.hospitals.plans.installed_code import code_digest
+from wsi_fl.hospitals.plans.planned_run import read_planned_run
 from wsi_fl.hospitals.plans.review import describe_cost, review_lines, review_plan, sign_plan
 from wsi_fl.hospitals.plans.signed_plan import (
     FederationPlan,
     approval_path,
-    code_digest,
     collect_approvals,
     describe_changes,
     plan_path,
@@ -32,9 +34,11 @@ from wsi_fl.hospitals.plans.signed_plan import (
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import key_fingerprint
 from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.work import client
 from wsi_fl.hospitals.work.client import take_part
 from wsi_fl.models import create_model
 from wsi_fl.oneshot.projection import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
+from wsi_fl.plugins import load_entries
 from wsi_fl.privacy.accounting import epsilon, group_epsilon
 from wsi_fl.privacy.privacy_plan import plan_of_round
 from wsi_fl.runs.run_folder import RunFolder
@@ -281,6 +285,19 @@ def test_a_dry_run_reports_the_patient_guarantee_of_an_epsilon_per_row(tmp_path,
     assert document["sites"][0]["group"] is None
 
 
+def test_a_plan_is_tried_by_the_hospital_with_its_store_before_it_signs(plan, file, tmp_path):
+    study = hospital(tmp_path, "S0")
+    planned, cost = read_planned_run(study, file, None), review_plan(study, plan, "S0").cost
+    assert (planned.site, planned.digest, planned.method) == ("S0", plan.digest, "proxyfl")
+    assert planned.settings == plan.document["settings"] and planned.roles == dict.fromkeys(SITES, "member")
+    assert planned.cost["epsilon"] == cost.epsilon and planned.cost_text == describe_cost(cost)
+    assert next(iter(load_entries("wsi_fl.plans").values())) is read_planned_run
+    refused(lambda: read_planned_run(study, file, "S7"), "S7 is not in this plan")
+    shutil.rmtree(study.store_path("S0").parent)
+    refused(lambda: read_planned_run(study, file, None), "which site is yours? give --site")
+    refused(lambda: read_planned_run(study, file, "S0"), "try the plan where it is")
+
+
 @pytest.mark.parametrize(
     ("said", "word"),
     [
@@ -335,36 +352,77 @@ def test_a_plan_text_that_does_not_follow_from_the_settings_is_refused(plan, tmp
         refused(partial(parse_plan_document, one), "damaged", "created")
 
 
-@pytest.fixture
-def package(tmp_path):
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
     """A copy of the installed package, without compiled files."""
-    here = Path(signed_plans.__file__).parents[2]
-    return shutil.copytree(here, tmp_path / "wsi_fl", ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = shutil.ignore_patterns("__pycache__")
+    return shutil.copytree(Path(wsi_fl.__file__).parent, tmp_path_factory.mktemp("p") / "wsi_fl", ignore=ignored)
 
 
-def test_one_changed_byte_of_the_code_changes_the_digest(package):
-    before = code_digest(package)
-    assert before == code_digest()
-    for file in ("hospitals/dossier/dossier.html.j2", "synthesis/lpips_vgg16.safetensors", "privacy/ledger.py"):
-        good = (package / file).read_bytes()
-        (package / file).write_bytes(good[:-2] + bytes([good[-2] ^ 1]) + good[-1:])
-        assert code_digest(package) != before
-        (package / file).write_bytes(good)
-    for same in ("__pycache__/x.pyc", "shipped/pipelines/x.toml", ".x.swp"):
-        (package / same).parent.mkdir(parents=True, exist_ok=True)
-        (package / same).write_text("x")
-    assert code_digest(package) == before
+@pytest.mark.parametrize(
+    ("file", "affected"),
+    [
+        ("privacy/ledger.py", {"proxyfl", "oneshot", "mpcpa"}),
+        ("hospitals/dossier/dossier.html.j2", {"proxyfl", "oneshot", "mpcpa"}),
+        ("federation/methods.py", {"proxyfl", "oneshot", "mpcpa"}),
+        ("oneshot/class_statistics.py", {"proxyfl", "oneshot", "mpcpa"}),  # which plans of all methods may read
+        ("synthesis/lpips_vgg16.safetensors", {"mpcpa"}),
+        ("viewer/page/viewer.js", set()),
+        ("evidence/verdict.py", set()),
+        ("shipped/pipelines/x.toml", set()),
+        ("privacy/__pycache__/x.pyc", set()),
+        (".x.swp", set()),
+    ],
+)
+def test_a_changed_file_changes_the_code_of_the_methods_that_use_its_package(package, file, affected):
+    before = {method: code_digest(method, package) for method in ("proxyfl", "oneshot", "mpcpa")}
+    good = (package / file).read_bytes() if (package / file).exists() else b"??"
+    (package / file).parent.mkdir(parents=True, exist_ok=True)
+    (package / file).write_bytes(good[:-2] + bytes([good[-2] ^ 1]) + good[-1:])
+    assert {method for method in before if code_digest(method, package) != before[method]} == affected
+    (package / file).write_bytes(good)
+
+
+def test_the_code_of_a_strangers_method_covers_its_package(tmp_path, monkeypatch):
+    (tmp_path / "stranger").mkdir()
+    for name in ("__init__.py", "parts.py"):
+        (tmp_path / "stranger" / name).write_text("")
+    (tmp_path / "alone.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for method, file in (("stranger", "stranger/parts.py"), ("alone", "alone.py")):
+        point = EntryPoint(method, f"{method}:METHOD", "wsi_fl.methods")
+        monkeypatch.setattr(installed_code, "entry_points", EntryPoints([point]).select)
+        before = code_digest(method), code_digest("proxyfl")
+        (tmp_path / file).write_text("x = 1")
+        assert code_digest(method) != before[0] and code_digest("proxyfl") == before[1]
+
+
+@pytest.mark.parametrize("file", ["viewer/page/viewer.js", "hospitals/faults.py"])
+def test_an_approval_is_void_for_other_code_alone(signed, identities, package, monkeypatch, file):
+    """Also an approval of an older version, whose digest was of all files: it is for another wsi-fl."""
+    good = (package / file).read_text()
+    (package / file).write_text(f"{good}\n")
+    monkeypatch.setattr(installed_code, "code_digest", partial(code_digest, package=package))
+    monkeypatch.setattr(client, "_open_comm", lambda *_, **__: 1 / 0)
+    if file.startswith("viewer"):
+        with pytest.raises(ZeroDivisionError):  # that far: the code is no reason to refuse
+            part(signed, identities)()
+    else:
+        refused(
+            part(signed, identities), "the plan is for wsi-fl", "install the plan's version, or agree on a new plan"
+        )
+    (package / file).write_text(good)
 
 
 @pytest.mark.parametrize("name", ["torch", "cryptography"])
 def test_another_version_of_a_privacy_dependency_changes_the_digest(plan, tmp_path, monkeypatch, name):
-    study, before = hospital(tmp_path, "S0"), code_digest()
-    installed = signed_plans.version
-    monkeypatch.setattr(signed_plans, "version", lambda one: "1.2.3" if one == name else installed(one))
-    assert code_digest() != before
+    study, before = hospital(tmp_path, "S0"), code_digest("proxyfl")
+    installed = installed_code.version
+    monkeypatch.setattr(installed_code, "version", lambda one: "1.2.3" if one == name else installed(one))
+    assert code_digest("proxyfl") != before
     refused(lambda: review_plan(study, plan, "S0"), f"the plan is for {name} ", "S0 has 1.2.3", "install")
-    monkeypatch.setattr(signed_plans, "version", lambda one: installed(one).partition("+")[0] + "+own")
-    assert code_digest() == before
+    monkeypatch.setattr(installed_code, "version", lambda one: installed(one).partition("+")[0] + "+own")
+    assert code_digest("proxyfl") == before
 
 
 def with_features(study, d):
@@ -520,7 +578,7 @@ def test_taking_part_is_refused_with(harm, words, signed, identities, monkeypatc
     elif harm == "a site file that was changed":
         file.write_text(file.read_text() + '\nallow = ["model"]\n')
     elif harm == "other code":
-        monkeypatch.setattr(signed_plans, "code_digest", lambda: "2" * 64)
+        monkeypatch.setattr(installed_code, "code_digest", lambda _: "2" * 64)
     else:
         later = SimpleNamespace(now=lambda zone=None: datetime.now(UTC) + timedelta(days=800))
         monkeypatch.setattr(certificates, "datetime", later)

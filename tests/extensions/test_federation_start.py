@@ -96,7 +96,7 @@ def test_a_running_startup_kit_is_not_started_again_over_a_folder(held_kit, tmp_
     settings = SimpleNamespace(comm=SimpleNamespace(timeout_s=60.0))
     plan = SimpleNamespace(digest="0" * 64, most_bytes=1, pipeline=lambda: settings)
     monkeypatch.setattr(starting, "load_approved_plan", lambda *_: plan)
-    monkeypatch.setattr(starting, "_take_part_until_done", lambda *_: pytest.fail("a second one takes part"))
+    monkeypatch.setattr(starting, "_FolderWork", lambda *_: pytest.fail("a second one takes part"))
     study = SimpleNamespace(root=tmp_path / "other")
     (tmp_path / "share").mkdir()
     again = lambda: starting.take_part_by_folder(study, held_kit, folder=str(tmp_path / "share"))  # noqa: E731

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from io import BytesIO
 from types import SimpleNamespace
 from zipfile import ZipFile
@@ -13,10 +14,13 @@ from hospitals import Bed, digests
 from open_tracing import opening
 
 from wsi_fl.hospitals.demo import find_free_port
+from wsi_fl.hospitals.faults import Fault, mark_fault
 from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, Kit, check_connection
 from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.hospitals.trust.root_ca import install_revocation_list, revoke_site
+from wsi_fl.hospitals.work.job_replies import failure_reply
 from wsi_fl.privacy.ledger_file import LedgerFile
+from wsi_fl.types import ReportableError, SiteFailed
 
 pytestmark = [pytest.mark.end_to_end, needs_flare]
 
@@ -124,3 +128,39 @@ def test_a_job_that_brings_files_is_refused():
         assert "is refused" in explain_extra_files(archive(*USUAL, more))
     assert "is refused" in explain_extra_files(b"no archive")
     assert "is refused" in explain_extra_files(bytes(2 << 20))
+
+
+def raising(error):
+    def raise_error(*_):
+        raise error
+
+    return raise_error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (mark_fault(ReportableError("any words"), "lost", "S2"), failure_reply("any words", Fault("lost", "S2"))),
+        (ReportableError("sites disagree"), failure_reply("sites disagree")),
+        (SiteFailed("a log says why"), failure_reply("a log says why", Fault("failed", "S1"))),
+        (KeyError("slide 7"), failure_reply("site S1 failed; its own log says why", Fault("failed", "S1"))),
+    ],
+)
+def test_a_failure_travels_with_its_code_and_nothing_else(tmp_path, monkeypatch, error, expected):
+    from wsi_fl.hospitals.flare import roles
+
+    monkeypatch.setenv(roles.STUDY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(roles, "_send_signs_of_life", lambda *_: nullcontext())
+    monkeypatch.setattr(roles.HospitalExecutor, "_run_request", raising(error))
+    context = SimpleNamespace(get_engine=dict, get_job_id=str, get_identity_name=lambda: "S1")
+    reply = roles.HospitalExecutor().execute("work", {"job": {}}, context, None)
+    told, panics = SimpleNamespace(result=reply, client=SimpleNamespace(name="S1")), []
+    told.task = SimpleNamespace(name="work")
+    controller = roles.JobController(["S1"], {"what": "work"})
+    monkeypatch.setattr(controller, "_write_replies", lambda _: None)
+    monkeypatch.setattr(controller, "system_panic", lambda text, _: panics.append(text))
+    controller._receive_reply(told, None)
+    assert (controller._replies, panics) == ({"S1": expected}, [expected["error"]])
+    reply["said"] = json.dumps(expected | {"site": "../S2"})
+    controller._receive_reply(told, None)
+    assert controller._replies["S1"]["error"].startswith("site S1 told what was not agreed on")

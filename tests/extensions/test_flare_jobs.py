@@ -10,9 +10,13 @@ import pytest
 from conftest import refused
 from federation_fixtures import needs_flare
 
+from wsi_fl.hospitals.faults import Fault
+from wsi_fl.hospitals.status import collect
+from wsi_fl.hospitals.status.collect import ask_server, make_status, status_lines
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.hospitals.work import submit as submitting
+from wsi_fl.hospitals.work.job_replies import failure_reply
 from wsi_fl.stages.runtime.console import print_lines
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -107,15 +111,15 @@ def query_server(monkeypatch, kit):
 
 
 def submit(kit, job=WORK):
-    return submitting._run_job(kit, PLAN, SITES, job, submitting.SilentProgress())
+    return submitting.run_plan_job(kit, PLAN, SITES, job, submitting.SilentProgress())
 
 
 def test_a_stopped_hospital_counts_as_absent_although_the_server_lists_it(query_server, kit):
     server = query_server(Server(status=lambda _: "SUBMITTED", away=lambda _: ("C2",)))
     refused(lambda: submit(kit), "C2 not connected", "(connected: C1)", error=UsageError)
-    assert server.now == 0 and submitting.load_status(kit)["connected"] == ["C1"]
+    assert server.now == 0 and ask_server(kit)[0] == ["C1"]
     query_server(Server(status=lambda _: "", away=lambda now: "slow" if now < 2 else ("C1",)))
-    assert submitting.load_status(kit)["connected"] == ["C2"]
+    assert ask_server(kit)[0] == ["C2"]
 
 
 AWAY = {"away": lambda now: ("C2",) if now > 5 else ()}
@@ -149,39 +153,40 @@ def test_a_hospital_that_returns_in_time_has_not_dropped_out(query_server, kit):
     assert submit(kit, {"what": "check", "plan": PLAN.digest}) == said
 
 
-def test_status_shows_no_dead_job_as_running_and_reports_why_jobs_failed(query_server, kit, capsys):
+def test_status_shows_no_dead_job_as_running_and_reports_why_jobs_failed(query_server, kit, capsys, monkeypatch):
     why = "site C2 failed; its own log says why"
-    said = {"C1": {"error": "the job was ended by others"}, "C2": {"error": why}}
+    said = {"C1": failure_reply("ended by others", Fault("aborted")), "C2": failure_reply(why, Fault("failed", "C2"))}
     listed = [("9", "RUNNING"), ("8", "RUNNING"), FAILED, ("6", "FINISHED:ABORTED")]
     server = query_server(Server(status=lambda _: "", at_work=lambda _: ("9",), said=said, listed=listed))
-    document = submitting.load_status(kit)
+    monkeypatch.setattr(collect, "check_connection", lambda _: [])
+    document = make_status(None, kit)
     states = {job["id"]: job["status"] for job in document["jobs"]}
     assert states == dict(listed) | {"8": "DEAD"}
     reasons = {job["id"]: job["reason"] for job in document["jobs"]}
     assert (reasons["9"], reasons["7"], server.fetched) == (None, why, ["7", "6"])
     assert reasons["8"].startswith("the server was stopped while it ran")
-    print_lines(submitting.status_lines(document))
+    print_lines(status_lines(document))
     shown = capsys.readouterr().err
     assert "8: the server was stopped while it ran" in shown and "2026-01-02 03:00" in shown
 
 
 def test_status_describes_jobs_that_were_submitted_from_this_machine(query_server, kit):
-    failed = {"C1": {}, "C2": {"error": "the clock of C2 is 26.0 h ahead; nothing was trained"}}
+    failed = {"C1": {}, "C2": failure_reply("it is 26.0 h ahead", Fault("clock", "C2"))}
     query_server(Server(status=lambda _: "FINISHED:EXECUTION_EXCEPTION", said=failed))
-    refused(lambda: submit(kit), "the clock of C2", error=WsiFlError)
+    refused(lambda: submit(kit), "it is 26.0 h ahead", error=WsiFlError)
     server = query_server(Server(status=lambda _: "", listed=[FAILED]))
-    (job,) = submitting.load_status(kit)["jobs"]
+    (job,) = ask_server(kit)[1]
     assert (job["what"], job["plan"], job["method"], job["sites"]) == ("work", PLAN.digest, "proxyfl", SITES)
-    assert job["reason"] == failed["C2"]["error"] and not server.fetched
+    assert (job["reason"], job["code"], job["site"]) == ("it is 26.0 h ahead", "clock", "C2") and not server.fetched
 
 
-@pytest.mark.parametrize("said", [None, [], "x", {"C1": {"error": "\x1b[2J"}}, {"\x1b": {"error": "fine"}}])
+@pytest.mark.parametrize("said", [None, [], "x", {"C1": {"error": "\x1b[2J"}}, {"\x1b": failure_reply("fine")}])
 def test_a_malformed_failure_report_of_the_server_is_not_shown(query_server, kit, said):
     server = query_server(Server(status=lambda _: "", said=said, listed=[FAILED]))
-    (job,) = submitting.load_status(kit)["jobs"]
+    (job,) = ask_server(kit)[1]
     assert server.fetched == ["7"]
     assert "no hospital said why" in job["reason"] or job["reason"] == "fine"
 
 
 def test_a_dead_server_is_reported_as_unreachable(kit):
-    refused(lambda: submitting.load_status(kit), "no way through to localhost port 1", error=WsiFlError)
+    refused(lambda: ask_server(kit), "no way through to localhost port 1", error=WsiFlError)

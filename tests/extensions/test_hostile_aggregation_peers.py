@@ -110,7 +110,7 @@ def test_a_late_site_is_left_out_and_its_messages_are_never_read(identities):
         told = comm.exchange_documents({(me, k): Said(n=10 * me + k) for k in others}, Said, [(k, me) for k in others])
         assert all(one == {"n": 10 * k + me} for (k, _), one in told.items())
         assert comm.gather([Said(n=me)], Said) == [{"n": k} for k in range(3)]
-        return sorted(k for k, _ in told), list(comm._inbox)
+        return sorted(k for k, _ in told), list(comm._inbox._messages)
 
     found = three_together(identities, work, timeout_s=TIMEOUT_S)
     assert found == {"C1": ([1], []), "C2": ([0], []), "C3": ([0, 1], [])}

@@ -6,6 +6,7 @@ import pytest
 
 from wsi_fl.hospitals.flare.jobs import JobFailed, SiteReconnected
 from wsi_fl.hospitals.work import submit as submitting
+from wsi_fl.hospitals.work.repeat import repeat_until_done
 from wsi_fl.types import WsiFlError
 
 SITES = ["A", "B", "C"]
@@ -55,14 +56,15 @@ def world(monkeypatch, tmp_path):
         time = SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
         for where, name, stand_in in (
             (submitting, "time", time),
-            (submitting, "_run_job", run),
+            (submitting, "run_plan_job", run),
             (submitting, "parse_revocation_list", lambda _: SimpleNamespace(keys=gone)),
             (submitting, "check_revoked", refuse),
             (submitting.jobs, "list_connected", connected),
         ):
             monkeypatch.setattr(where, name, stand_in)
         watcher = SimpleNamespace(print_message=lambda text, public: clock.said.append(text))
-        found = submitting._run_until_done(kit, plan, list(sites), resume, watcher)
+        series = submitting._PlanJobs(kit, plan, list(sites), resume, watcher)
+        found = repeat_until_done(series.attempt, series.recover)
         assert list(found) == list(asked[-1][1])
         return asked
 
@@ -71,7 +73,7 @@ def world(monkeypatch, tmp_path):
 
 
 def failed(*blamed):
-    return JobFailed(f"site {blamed[0] if blamed else '?'} was lost", blamed, can_retry=True)
+    return JobFailed("somebody was away", blamed, code="lost", can_retry=True)
 
 
 def test_a_missing_hospital_is_awaited_as_long_as_planned_and_then_left_out(world):
@@ -105,10 +107,10 @@ def test_a_repeatedly_failing_hospital_is_left_out_for_a_while_and_tried_again(w
 
 
 def test_a_withdrawn_hospital_gets_no_jobs_and_below_the_minimum_no_hospital_does(world):
-    gone = JobFailed("site C withdrew the standing approval of this plan; the run ends here", ["C"], can_retry=True)
+    gone = JobFailed("C will not go on", ["C"], code="withdrew", can_retry=True)
     assert [one[1] for one in world({0: "ABC"}, [gone, failed("A"), None])] == ["ABC", "AB", "AB"]
     assert world.awaited == [{}] * 3
-    with pytest.raises(JobFailed, match="site C withdrew"):
+    with pytest.raises(JobFailed, match="C will not go on"):
         world({0: "ABC"}, [gone], sites=["A", "C"])
 
 

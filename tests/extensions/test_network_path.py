@@ -14,7 +14,7 @@ from wsi_fl.hospitals.trust.kit import (
     Kit,
     _open_connection,
     check_connection,
-    find_likely_reason,
+    find_failed_step,
     find_proxy,
     parse_address,
     server_address,
@@ -102,8 +102,8 @@ def test_a_device_that_intercepts_tls_is_named(founded, tmp_path):
 
 def test_a_server_of_the_federation_by_another_name_is_no_interception(founded):
     with serve_tls(founded / "straight" / "server" / "startup") as port:
-        assert find_likely_reason(kit_of(founded, "straight", port)) == ""
-        said = find_likely_reason(kit_of(founded, "straight", port, host="127.0.0.1"))
+        assert find_failed_step(kit_of(founded, "straight", port)) is None
+        said = find_failed_step(kit_of(founded, "straight", port, host="127.0.0.1")).said
     assert "the server's certificate was refused" in said and "opens TLS" not in said
 
 
@@ -146,14 +146,14 @@ def test_check_goes_through_a_proxy_and_names_it(founded, guarded, monkeypatch):
 )
 def test_a_proxy_failure_is_reported_in_one_line(founded, guarded, monkeypatch, user, port, words):
     monkeypatch.setenv("HTTPS_PROXY", f"http://{user}127.0.0.1:{guarded}")
-    said = find_likely_reason(kit_of(founded, "named", port))
+    said = find_failed_step(kit_of(founded, "named", port)).said
     assert said.startswith(f"the proxy 127.0.0.1:{guarded} (HTTPS_PROXY) ") and words in said
     assert "\n" not in said and "wrong" not in said and WRITTEN not in said
 
 
 def test_a_missing_or_unsupported_proxy_is_named(founded, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", f"http://user:{WRITTEN}@127.0.0.1:1")
-    said = find_likely_reason(kit_of(founded, "named", 443))
+    said = find_failed_step(kit_of(founded, "named", 443)).said
     assert "the proxy 127.0.0.1:1 (HTTPS_PROXY) cannot be reached" in said and WRITTEN not in said
     for url in ("socks5://h:1", "https://user:pw@h:1", "http://h:port", "http://:1"):
         monkeypatch.setenv("HTTPS_PROXY", url)

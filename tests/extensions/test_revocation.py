@@ -25,7 +25,8 @@ from wsi_fl.hospitals.plans.signed_plan import (
     record_approval,
 )
 from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
-from wsi_fl.hospitals.transports.secure_comm import SecureComm, SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports.presence import SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports.secure_comm import SecureComm
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust import kit as kits
 from wsi_fl.hospitals.trust.certificates import (
@@ -48,9 +49,9 @@ from wsi_fl.hospitals.trust.root_ca import RootCA, install_revocation_list, revo
 from wsi_fl.hospitals.work import client as taking_part
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work import submit as submitting
+from wsi_fl.hospitals.work.check import check_kit
 from wsi_fl.hospitals.work.client import SiteGreeting
 from wsi_fl.hospitals.work.start import take_part_by_folder
-from wsi_fl.hospitals.work.submit import check_kit
 from wsi_fl.stages.runtime.console import SilentProgress
 from wsi_fl.study.folder import Study
 from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, WsiFlError
@@ -232,7 +233,7 @@ def test_start_first_takes_the_list_from_the_folder(place, one, capfd, monkeypat
 
 def test_all_sites_that_begin_again_over_a_folder_have_the_newest_list(place, one, monkeypatch):
     trusted, mine = [], Kit.open(one / "C1")
-    settings = SimpleNamespace(train=SimpleNamespace(min_sites=2))
+    settings = SimpleNamespace(train=SimpleNamespace(min_sites=2, deadline=None))
     plan = SimpleNamespace(digest="0" * 64, sites=["C1", "C2"], pipeline=lambda: settings)
 
     def part(_, identity, *args, **given):
@@ -244,7 +245,7 @@ def test_all_sites_that_begin_again_over_a_folder_have_the_newest_list(place, on
 
     monkeypatch.setattr(starting, "take_part", part)
     line, study = SimpleNamespace(close=lambda: None, waiting=set), Study(place / "study")
-    assert starting._take_part_until_done(study, mine, plan, line, mine.folder, ()) == {}
+    assert starting._FolderWork(study, mine, plan, line, mine.folder, ()).run_to_end() == {}
     assert trusted == [0, 1]
 
 
@@ -329,7 +330,7 @@ def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once_and_its_approval_d
     meeting = partial(taking_part._open_comm, Study(tmp_path), knowing, plan, (0, 1), None, 1.0, **given)
     refused(meeting, "a key of C2 that was withdrawn", error=NoCommonPlan)
     coordinator = SimpleNamespace(load_identity=lambda: knowing)  # is told before anybody is asked
-    asking = partial(submitting._run_job, coordinator, plan, plan.sites, {}, SilentProgress())
+    asking = partial(submitting.run_plan_job, coordinator, plan, plan.sites, {}, SilentProgress())
     refused(asking, "a key of C2 that was withdrawn")
     check_revoked(plan, federation.root, plan.sites)
     refused(lambda: check_pinned_key(plan, new.certificate, "C2"), "another key of C2", "a new key needs a new plan")

@@ -19,8 +19,9 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.comm import LocalComm, PeerTimeout
 from wsi_fl.federation.documents import Count
 from wsi_fl.federation.message import BYTES, Outgoing
-from wsi_fl.hospitals.transports import secure_comm
-from wsi_fl.hospitals.transports.secure_comm import Handshake, SecureComm, SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports import presence, secure_comm
+from wsi_fl.hospitals.transports.presence import SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports.secure_comm import Handshake, SecureComm
 from wsi_fl.hospitals.trust import certificates
 from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, key_fingerprint, verify_certificate
 from wsi_fl.hospitals.trust.sealed_messages import MessageSealer, SealedMessage
@@ -210,7 +211,7 @@ def test_a_clock_that_is_wrong_by_a_day_is_named(identities, monkeypatch):
 def test_a_site_whose_clock_was_corrected_begins_again(identities, monkeypatch):
     """Its handshake was of another time, and the others may have refused it."""
     ahead = dict.fromkeys(NAMES, 0.0)
-    monkeypatch.setattr(secure_comm, "_clock_offset_s", lambda: ahead.get(threading.current_thread().name, 0.0))
+    monkeypatch.setattr(presence, "_clock_offset_s", lambda: ahead.get(threading.current_thread().name, 0.0))
 
     def work(comm):
         comm.gather([Said(n=1)], Said)
@@ -279,7 +280,7 @@ def test_the_memory_for_unread_messages_of_a_peer_is_bounded(identities, folder)
             return None
         if me == 1:
             assert read.wait(20)
-            return sum(len(one.body) for one in comm._inbox.values())
+            return sum(len(one.body) for one in comm._inbox._messages.values())
         for round_ in (1, 2, 3):
             item = Outgoing(0, 1, 1.0, release_of(folder / "C1", "s", round_, np.zeros(1500)))
             try:

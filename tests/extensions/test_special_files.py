@@ -2,20 +2,16 @@
 
 import os
 import socket
-import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import refused
 
-from wsi_fl.hospitals.dossier.evidence import verify_evidence
-from wsi_fl.hospitals.plans.feasibility import read_response
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan
 from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
 from wsi_fl.hospitals.trust.root_ca import sync_revocation_list
 from wsi_fl.hospitals.work import start
-from wsi_fl.hospitals.work.backup import restore_backup
 from wsi_fl.system.files import file_lock, remove_abandoned
 from wsi_fl.types import WsiFlError
 
@@ -69,18 +65,8 @@ def test_a_special_file_in_place_of_a_revocation_list_is_reported_in_one_line(sp
     assert "\n" not in sync_revocation_list(kit, str(special_file.parent))
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        FederationPlan.load,
-        lambda path: read_response(path, ""),
-        lambda path: restore_backup(path, path.with_name("kit"), None),
-        lambda path: verify_evidence(path.parent, None),
-        lambda path: file_lock(path, "busy").__enter__(),
-    ],
-)
+@pytest.mark.parametrize("read", [FederationPlan.load, lambda path: file_lock(path, "busy").__enter__()])
 def test_files_of_others_are_checked_before_they_are_opened(special_file, read):
-    Path(special_file.with_name("evidence.sig.json")).symlink_to(special_file)
     refused(lambda: read(special_file), "", error=WsiFlError)
 
 
@@ -88,9 +74,3 @@ def test_abandoned_pipes_are_skipped(tmp_path):
     os.mkfifo(tmp_path / ".store.1.partial.h5")
     remove_abandoned(tmp_path / "store.h5")
     assert (tmp_path / ".store.1.partial.h5").is_fifo()
-
-
-def test_a_regular_file_in_place_of_a_backup_is_still_read(tmp_path):
-    with tarfile.open(tmp_path / "empty.tar", "w"):
-        pass
-    refused(lambda: restore_backup(tmp_path / "empty.tar", tmp_path / "kit", None), "this is no backup")

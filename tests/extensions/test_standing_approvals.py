@@ -1,6 +1,7 @@
 """Standing approvals: plans within one run without a further signature; no other plan does, and none after its end."""
 
 import json
+import shutil
 import tomllib
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
@@ -11,7 +12,7 @@ from conftest import REAL, larger_study, refused
 from federation_fixtures import Wire, at_once
 from hospitals import INSECURE, Bed, one_installation  # noqa: F401
 
-from wsi_fl.hospitals.plans import preapproval
+from wsi_fl.hospitals.plans import installed_code, preapproval
 from wsi_fl.hospitals.plans.build_plan import make_plan
 from wsi_fl.hospitals.plans.preapproval import (
     load_preapproval,
@@ -38,6 +39,7 @@ from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.guarantee import PrivacyTerms, collect_mechanisms
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.site_ledger import open_ledger
+from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
@@ -51,9 +53,17 @@ def identities(federation):
     return {name: federation.identity(name) for name in SITES}
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory, identities):
+    """The study of S0, and its plan."""
+    study = larger_study(tmp_path_factory.mktemp("template") / "S0", n_sites=2, site_extra=REAL)
+    made(study, identities)
+    return study.root
+
+
 @pytest.fixture
-def study(tmp_path):
-    return larger_study(tmp_path / "S0", n_sites=2, site_extra=REAL)
+def study(template, tmp_path):
+    return Study(shutil.copytree(template, tmp_path / "S0"))
 
 
 @pytest.fixture
@@ -62,8 +72,8 @@ def me(identities):
 
 
 @pytest.fixture
-def plan(study, identities):
-    return made(study, identities)
+def plan(study):
+    return FederationPlan.load(study.root / "plan.json")
 
 
 def made(study, identities, *overrides, method="proxyfl", out="plan.json", **keys):
@@ -299,8 +309,7 @@ def test_an_approval_that_is_replaced_as_a_run_begins_ends_the_run(study, identi
 def test_a_patch_release_that_the_standing_approval_lists_voids_no_approval(study, identities, me, plan, monkeypatch):
     frame = sign_standing_approval(study, identities, plan)
     admit_plan(study, me, plan)
-    for name in ("signed_plan", "preapproval_check", "build_plan"):
-        monkeypatch.setattr(f"wsi_fl.hospitals.plans.{name}.code_digest", lambda: "1" * 64)
+    monkeypatch.setattr(installed_code, "code_digest", lambda _: "1" * 64)
     refused(lambda: review_plan(study, plan, "S0", frame), "install the plan's version")
     write_preapproval(study, add_codes(frame), me)
     listed = load_preapproval(study, me)
@@ -311,8 +320,8 @@ def test_a_patch_release_that_the_standing_approval_lists_voids_no_approval(stud
     part = partial(take_part, study, me, Wire("S0", {}), plan=plan.digest)
     monkeypatch.setattr("wsi_fl.hospitals.work.client._open_comm", lambda *_, **__: 1 / 0)
     with monkeypatch.context() as patch:  # a list of code says nothing of what its guarantee rests on
-        patch.setattr("wsi_fl.hospitals.plans.signed_plan.code_digest", lambda: frame["allows"]["code"][0])
-        patch.setattr("wsi_fl.hospitals.plans.signed_plan.package_versions", lambda: {"torch": "0"})
+        patch.setattr(installed_code, "code_digest", lambda _: frame["allows"]["code"][0])
+        patch.setattr(installed_code, "package_versions", lambda: {"torch": "0"})
         refused(part, "the plan is for ", "install the plan's version", error=NoCommonPlan)
     with pytest.raises(ZeroDivisionError):  # that far: the code is no reason to refuse
         part()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.trust import provisioning
 from wsi_fl.hospitals.trust.certificates import NotTrusted, verify_certificate
-from wsi_fl.hospitals.trust.kit import Kit, check_connection, find_likely_reason, server_address
+from wsi_fl.hospitals.trust.kit import Kit, check_connection, find_failed_step, server_address
 from wsi_fl.hospitals.trust.provisioning import create_request, provision_federation
 from wsi_fl.types import WsiFlError
 
@@ -185,7 +185,7 @@ def test_malformed_requests_are_refused(federation_folder, tmp_path):
 def test_an_unreachable_server_is_named_and_over_a_folder_no_server_is_needed(federation_folder):
     kit = Kit.open(federation_folder / "one" / "coordinator")
     assert [step.ok for step in check_connection(kit)] == [True, True, False]
-    assert "no way through to localhost port 1" in find_likely_reason(kit)
+    assert "no way through to localhost port 1" in find_failed_step(kit).said
     kit = Kit.open(federation_folder / "two" / "C9")
     assert kit.folder == str(federation_folder / "share")
     assert [step.what for step in check_connection(kit)] == ["certificate"]

@@ -10,6 +10,7 @@ import pytest
 from conftest import REAL, make_study, refused
 
 from wsi_fl.federation.documents import ProtocolError
+from wsi_fl.hospitals.faults import RETRYABLE, Fault, find_fault, mark_fault
 from wsi_fl.hospitals.flare import jobs
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work.client import public_summary
@@ -18,7 +19,7 @@ from wsi_fl.hospitals.work.submit import submit_plan
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import train
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 SITES = ["S0", "S1"]
 SETTINGS = SimpleNamespace(train=SimpleNamespace(min_sites=None))
@@ -42,7 +43,7 @@ def job_replies(trained, monkeypatch):
     """The job replies of the hospitals."""
     study, summary = trained
     answers = {site: public_summary(study, site, dict(summary)) for site in SITES}
-    monkeypatch.setattr(submitting, "_run_job", lambda *_: answers)
+    monkeypatch.setattr(submitting, "run_plan_job", lambda *_: answers)
     return answers
 
 
@@ -84,7 +85,7 @@ def test_no_result_replaces_another(job_replies, tmp_path, monkeypatch):
         for answer in job_replies.values():
             answer["run"], answer["scores"] = run, None
         assert Path(kept()).parent == tmp_path and Path(kept()).is_dir()
-    monkeypatch.setattr(submitting, "_run_job", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(submitting, "run_plan_job", lambda *_: pytest.fail("it ran"))
     refused(lambda: submit_plan(None, PLAN, out=tmp_path / name), "holds the result of runs/")
 
 
@@ -103,7 +104,7 @@ def test_replies_of_a_run_a_visit_and_a_failure_are_accepted_unchanged(done):
     both = {"S0": done, "S1": done}
     assert validate_replies(both, SITES, "work") == both
     assert validate_replies({"S0": done}, SITES, "work") == {"S0": done}
-    assert validate_replies({"S0": {}, "S1": failure_reply("no way")}, SITES, "work") == {"S1": {"error": "no way"}}
+    assert validate_replies({"S0": {}, "S1": failure_reply("no way")}, SITES, "work") == {"S1": failure_reply("no way")}
 
 
 def test_any_other_reply_of_a_hospital_is_refused_by_name(done):
@@ -138,8 +139,27 @@ def test_any_other_reply_of_a_hospital_is_refused_by_name(done):
 def test_a_failure_reason_is_one_printable_line():
     assert failure_reply("a\nb\x1b[2J" + "c" * 2000)["error"].startswith("a b\ufffd[2Jccc")
     assert len(failure_reply("c" * 2000)["error"]) == 1000
-    for evil in ({"error": "\x1b[2J"}, {"error": "x", "and": 1}, {"error": 5}, {"error": "a\nb"}):
+    good = failure_reply("x", Fault("lost", "S0"))
+    assert validate_replies({"S1": good}, SITES, "work") == {"S1": good}
+    for wrong in (
+        {"error": "\x1b[2J"},
+        {"and": 1},
+        {"error": 5},
+        {"error": "a\nb"},
+        {"code": "evil"},
+        {"site": "../x"},
+    ):
+        evil = {**good, **wrong}
         refused(partial(validate_replies, {"S1": evil}, SITES, "work"), "S1 told what was not", error=ProtocolError)
+
+
+def test_the_kind_of_a_failure_survives_that_it_is_raised_as_another_error():
+    with pytest.raises(NoCommonPlan) as told:
+        try:
+            raise mark_fault(UsageError("x"), "unsigned", "S1")
+        except UsageError as error:
+            raise NoCommonPlan(str(error)) from None
+    assert find_fault(told.value) == ("unsigned", "S1") and find_fault(WsiFlError("y")) == ("", "")
 
 
 def run_job(sites, what):
@@ -147,30 +167,21 @@ def run_job(sites, what):
     return jobs.run_job(None, sites, job, on_submit=lambda _: None, on_wait=lambda _: None)
 
 
-PEOPLE = "site S1 has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
-ANOTHER = "site S1 has signed another plan than federation/plan.json (12345678); read it"
-
-
 @pytest.mark.parametrize(
-    "text",
-    [
-        "site S1 failed; its own log says why",
-        "site S1 withdrew the standing approval of this plan; the run ends here",
-        "site S1 has a certificate that was withdrawn on 2026-01-31, and needs a new key",
-        "the clock of S1 is 26.0 h ahead; nothing was trained",
-        "the plan is for torch 2.1, and site S1 has 2.2; install the plan's version, or agree on a new plan",
-        PEOPLE,
-        ANOTHER,
-    ],
+    ("code", "goes_on"),
+    [*((code, True) for code in sorted(RETRYABLE)), ("unsigned", False), ("site_terms", False), ("", False)],
 )
-def test_others_continue_after_a_temporary_failure_of_one_hospital(monkeypatch, text):
+def test_others_continue_after_a_temporary_failure_of_one_hospital(monkeypatch, code, goes_on):
+    """The code decides and the sentence does not; a site that only saw another one end is not blamed."""
     session = SimpleNamespace(submit_job=lambda _: "1", get_job_status=lambda _: "FINISHED:ABORTED")
     monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(session))
-    monkeypatch.setattr(jobs, "_download_replies", lambda *_: {"S1": failure_reply(text)})
-    with pytest.raises(jobs.JobFailed) as told:
+    saw = failure_reply("another one is gone", Fault("site_ended", "S1"))
+    replies = {"S0": saw, "S1": failure_reply("some sentence", Fault(code, "S1"))}
+    monkeypatch.setattr(jobs, "_download_replies", lambda *_: replies)
+    with pytest.raises(jobs.JobFailed, match="some sentence") as told:
         run_job(SITES, "work")
-    goes_on = text not in (PEOPLE, ANOTHER)
     assert (told.value.blamed, told.value.can_retry) == (("S1",) if goes_on else (), goes_on)
+    assert find_fault(told.value) == (code, "S1")
 
 
 def test_a_job_ends_for_a_withdrawn_certificate_and_for_a_site_that_is_back_long_enough(monkeypatch):

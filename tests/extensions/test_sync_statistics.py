@@ -18,9 +18,9 @@ from test_oneshot import make_hospitals, rows_of
 from test_released_statistics import HEADS, NOISE, rewritten, sums_at
 
 from wsi_fl.federation.documents import ProtocolError
-from wsi_fl.hospitals.dossier import dossier_page
+from wsi_fl.hospitals.dossier import departure, dossier_page
 from wsi_fl.hospitals.plans.build_plan import make_plan
-from wsi_fl.hospitals.plans.dry_run import dry_run_plan
+from wsi_fl.hospitals.plans.planned_run import read_planned_run
 from wsi_fl.hospitals.plans.review import review_lines, review_plan, sign_plan
 from wsi_fl.hospitals.work.client import LAST, take_part
 from wsi_fl.oneshot import sync_statistics
@@ -134,7 +134,10 @@ def test_released_class_statistics_are_synced_and_nothing_more_is_spent(all_rele
     assert cost.epsilon == 0 and cost.letter == cost.lifetime_epsilon > 0
     assert "sends the class statistics that it released" in said and "nothing more is spent" in said
     assert "class statistics released before" in said and "no ε is spent" in said
-    refused(lambda: dry_run_plan(hospitals.study("S0"), plan, "S0"), "nothing to rehearse")
+    file = hospitals.study("S0").root / "tried.json"
+    file.write_text(plan.text)
+    refused(lambda: read_planned_run(hospitals.study("S0"), file, "S0"), "nothing to try")
+    file.unlink()
     hospitals.sign(plan)
     found = hospitals.run("S0", "S1", "S2", plan=plan.digest)
     hospitals.require_heads_of_files(found, ["S0", "S1", "S2"], at=["S1"])
@@ -145,10 +148,10 @@ def test_released_class_statistics_are_synced_and_nothing_more_is_spent(all_rele
         _, once, again = read_lines(hospitals.study(name).ledger_path(name))
         assert once["sending"] and again["sending"] and again["again"] and again["agreement"] == plan.digest
     study = hospitals.study("S0")
-    (account,) = dossier_page._list_accounts(
+    (account,) = dossier_page.list_accounts(
         study, "S0", dossier_page.LedgerFile(study.ledger_path("S0")).entries, 1e-5, None
     )
-    assert dossier_page._describe_release(study, "S0", account)["to"] == ["S1", "S2"]
+    assert departure._describe_release(study, "S0", account)["to"] == ["S1", "S2"]
 
 
 @pytest.mark.slow

@@ -413,7 +413,7 @@ def make_uneven_counts():
 
 @pytest.mark.parametrize("n_classes", [1, 3, 5])
 def test_other_than_two_classes_have_both_accuracies_but_no_auroc(n_classes):
-    """Covers models that reached some or no hospital, on the pages of sites and coordinator and on the dashboard."""
+    """Covers models that reached some or no hospital, on the pages of sites and coordinator."""
     rng, names = np.random.default_rng(0), [f"grade {k}" for k in range(n_classes)]
     truth = rng.integers(0, n_classes, 80)
     said = {site: rng.dirichlet(np.ones(n_classes), 80) for site in SITES}

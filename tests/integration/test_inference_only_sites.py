@@ -18,7 +18,7 @@ from wsi_fl.demo import simulated_slides
 from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.hospitals.dossier.dossier_page import build_dossier
 from wsi_fl.hospitals.plans.build_plan import make_plan
-from wsi_fl.hospitals.plans.dry_run import dry_run_plan
+from wsi_fl.hospitals.plans.planned_run import read_planned_run
 from wsi_fl.hospitals.plans.review import review_lines, review_plan
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.runs.run_folder import RunFolder
@@ -29,6 +29,7 @@ from wsi_fl.stages.prepare.import_export import import_features
 from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import open_data
+from wsi_fl.stages.training.plan_dry_run import dry_run_plan
 from wsi_fl.stages.training.run_cost import dry_run, plan_lines
 from wsi_fl.stages.training.train import resume_run, summary_lines, train
 from wsi_fl.stores.bag_store import BagStore
@@ -206,9 +207,9 @@ def test_a_plan_names_the_inference_only_site_and_its_hospital_signs_without_a_b
     for site in ("S1", "S3"):
         leaves = build_dossier(study, plan, study.load_site(site), None)["plan"]["leaves"]
         assert [row["what"].startswith("class statistics") for row in leaves].count(True) == (site == "S1")
-    tried = dry_run_plan(study, plan, "S1")  # as four: a hub, two that write to it, and one that listens
+    tried = dry_run_plan(study, read_planned_run(study, tmp_path / "plan", "S1"))
     assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger_path("S1").exists()
-    refused(lambda: dry_run_plan(study, plan, "S3"), "S3 receives")
+    refused(lambda: read_planned_run(study, tmp_path / "plan", "S3"), "S3 receives")
     edit(site_file(study, "S3"), "receiver", "member")
     refused(lambda: review_plan(study, plan, "S3"), 'role = "receiver"', 'says "member"')
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from wsi_fl.cli.options import ExtraCommand, Json, Pipeline, Set, find_study, print_document
+from wsi_fl.cli.options import ExtraCommand, Json, Pipeline, Set, find_study, print_document, run_work
 from wsi_fl.federation.methods import list_names
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -32,6 +32,7 @@ _SharedFolder = Annotated[
     str | None, Option("--folder", metavar="ADDRESS", help="With a shared folder: another address of it.")
 ]
 _Unchecked = Annotated[bool, Option("--unchecked", help="For trials: compare no fingerprint.")]
+_Yes = Annotated[bool, Option("--yes", help="Sign without being asked.")]
 _StudyFolder = Annotated[
     Path | None, Option(metavar="DIR", help="The study. Default: the one at or above this folder.")
 ]
@@ -49,14 +50,19 @@ def _open_kit(folder: Path) -> Kit:
     return Kit.open(folder)
 
 
-def _ask_confirmation(question: str, instead: str) -> bool:
-    """Ask for confirmation; UsageError with the options to give instead, if there is no terminal."""
+def _require_consent(
+    question: str, *, yes: bool, options: str = "--yes", otherwise: str = "nothing was signed"
+) -> None:
+    """Ask for consent unless `yes`; WsiFlError after a no, UsageError if nobody can be asked."""
     try:
-        return typer.confirm(question, err=True)
+        if yes or typer.confirm(question, err=True):
+            return
     except typer.Abort:
         if sys.stdin.isatty():
             raise
-        raise UsageError(f"nothing was signed: nobody can be asked here; read the above, and give {instead}") from None
+        text = f"nothing was signed: nobody can be asked here; read the above, and give {options}"
+        raise UsageError(text) from None
+    raise WsiFlError(otherwise)
 
 
 @app.command()
@@ -138,8 +144,8 @@ def plan(
     )
     if root:
         check_revoked(new_plan, root.trust_pem, new_plan.sites)
-    document = {"plan": str(out), "sha256": new_plan.digest, "sites": new_plan.sites, "most_bytes": new_plan.most_bytes}
-    print_document(document, as_json, plan_lines)
+    facts = {"sha256": new_plan.digest, "sites": new_plan.sites, "most_bytes": new_plan.most_bytes}
+    print_document({"plan": str(out), **facts}, as_json, plan_lines)
 
 
 @app.command()
@@ -152,7 +158,7 @@ def approve(
     ] = None,
     unchecked: _Unchecked = False,
     study: _StudyFolder = None,
-    yes: Annotated[bool, Option("--yes", help="Sign without being asked.")] = False,
+    yes: _Yes = False,
     yes_per_row: Annotated[
         bool,
         Option(
@@ -183,17 +189,15 @@ def _sign_plan(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: b
     identity = _open_kit(kit).load_identity()
     review = review_plan(study, FederationPlan.load(file), identity.name)
     print_lines(review_lines(review))
-    if (
-        (excess := describe_excess(review.cost))
-        and not yes_per_row
-        and (yes or not _ask_confirmation(f"Do you accept that {excess}?", "--yes-per-row and --yes"))
-    ):
-        raise WsiFlError(
-            f"{file}: nothing was signed, for {excess}; ask for a plan per patient (privacy.unit), or give "
-            "--yes-per-row too"
-        )
-    if not yes and not _ask_confirmation(f"Sign this in the name of {identity.name}?", "--yes"):
-        raise WsiFlError(f"{file}: nothing was signed")
+    if (excess := describe_excess(review.cost)) and not yes_per_row:
+        remedy = "ask for a plan per patient (privacy.unit), or give --yes-per-row too"
+        refusal = f"{file}: nothing was signed, for {excess}; {remedy}"
+        if yes:
+            raise WsiFlError(refusal)
+        options = "--yes-per-row and --yes"
+        _require_consent(f"Do you accept that {excess}?", yes=False, options=options, otherwise=refusal)
+    question = f"Sign this in the name of {identity.name}?"
+    _require_consent(question, yes=yes, otherwise=f"{file}: nothing was signed")
     path = sign_plan(study, review, identity)
     costs = ("epsilon", "lifetime_epsilon", "max_tpr_at_fpr_1pct", "most_epsilon", "rounds", "group", "lifetime_group")
     document = {
@@ -263,7 +267,6 @@ def submit(
     """Run a signed plan at its hospitals."""
     from wsi_fl.hospitals.plans.signed_plan import FederationPlan
     from wsi_fl.hospitals.work.submit import submission_lines, submit_plan
-    from wsi_fl.stages.runtime.console import ProgressBars
 
     file = plan or _find_signed_plan()
     signed_plan = FederationPlan.load(file)
@@ -271,17 +274,8 @@ def submit(
         raise UsageError(f"{file} is a plan for {signed_plan.method}, not for {method}")
     if without and resume is None:
         raise UsageError("--without is for going on with a run; give --resume RUN too")
-    with ProgressBars("federation") as bars:
-        document = submit_plan(
-            _open_kit(kit),
-            signed_plan,
-            out=out,
-            parent_folder=file.parent,
-            resume=resume,
-            without=without or [],
-            watcher=bars,
-        )
-    print_document(document, as_json, submission_lines)
+    work = partial(submit_plan, _open_kit(kit), signed_plan, out=out, parent_folder=file.parent, resume=resume)
+    run_work("federation", partial(work, without=without or []), as_json, submission_lines)
 
 
 def _find_signed_plan(study: Study | None = None) -> Path:
@@ -295,11 +289,17 @@ def _find_signed_plan(study: Study | None = None) -> Path:
 
 
 @app.command()
-def status(kit: _KitOption, as_json: Json = False) -> None:
-    """Show which hospitals are connected, and the outcome of the jobs."""
-    from wsi_fl.hospitals.work.submit import load_status, status_lines
+def status(kit: _KitOption, study: _StudyFolder = None, as_json: Json = False) -> None:
+    """Show who takes part, the progress, the jobs, and the next steps with the person for each."""
+    from wsi_fl.hospitals.status.collect import make_status, status_lines
 
-    print_document(load_status(_open_kit(kit)), as_json, status_lines)
+    opened_kit, opened_study = _open_kit(kit), None
+    with nullcontext() if study else suppress(UsageError):  # without a study nothing is known of a plan
+        opened_study = _load_study(study)
+    document = make_status(opened_study, opened_kit, study_label=str(study or "."))
+    print_document(document, as_json, status_lines)
+    if document["connected"] is None and opened_kit.role == "coordinator" and opened_kit.folder is None:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -318,7 +318,7 @@ def abort(
 def check(kit: _KitFolder, plan: _PlanFile = None, shared: _SharedFolder = None, as_json: Json = False) -> None:
     """Check the connection of a kit; with the coordinator's and a plan: whether all hospitals reach each other."""
     from wsi_fl.hospitals.plans.signed_plan import FederationPlan
-    from wsi_fl.hospitals.work.submit import check_kit, check_lines
+    from wsi_fl.hospitals.work.check import check_kit, check_lines
 
     document = check_kit(_open_kit(kit), FederationPlan.load(plan) if plan else None, folder=shared)
     print_document(document, as_json, check_lines)
@@ -344,13 +344,16 @@ def dossier(
         Path | None, Option(metavar="DIR", help="Your kit; it has signatures and the federation's address.")
     ] = None,
     out: Annotated[Path, Option(help="The page; its JSON lies beside it.")] = Path("dossier.html"),
+    for_others: Annotated[
+        bool, Option("--for-others", help="For others: without paths, local models, and numbers of patients.")
+    ] = False,
     study: _StudyFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Write one page for data protection and network administrators: what leaves, by which route, at what ε so far."""
+    """Write one page for data protection, security and networks: what leaves, by which route, at what ε so far."""
     from wsi_fl.hospitals.dossier.dossier_page import make_dossier
 
-    document = make_dossier(_load_study(study), site=site, kit=kit, out=out)
+    document = make_dossier(_load_study(study), site=site, kit=kit, out=out, for_others=for_others)
     print_document(dict(document), as_json, lambda _: [str(out)])
 
 
@@ -391,48 +394,14 @@ def leave(
     as_json: Json = False,
 ) -> None:
     """Write a record of your releases, what of them stays with others, and the remaining steps."""
-    from wsi_fl.hospitals.dossier.dossier_page import departure_lines, write_departure
+    from wsi_fl.hospitals.dossier.departure import departure_lines, write_departure
 
-    print_document(
-        write_departure(_load_study(study), _open_kit(kit), out=out, delete_approval=delete_approval),
-        as_json,
-        departure_lines,
-    )
+    document = write_departure(_load_study(study), _open_kit(kit), out=out, delete_approval=delete_approval)
+    print_document(document, as_json, departure_lines)
 
 
 @app.command()
-def backup(
-    kit: _KitOption,
-    out: Annotated[Path, Option(metavar="FILE", help="The file to write; it holds the key.")],
-    study: _StudyFolder = None,
-    as_json: Json = False,
-) -> None:
-    """Copy key, certificates, approvals, plan and ledger into one file."""
-    from wsi_fl.hospitals.work.backup import write_backup
-
-    opened_kit = _open_kit(kit)
-    document = write_backup(opened_kit, _find_hospital_study(opened_kit, study), out)
-    print_document(
-        document, as_json, lambda result: [f"{result['file']} holds the key of {result['name']}: protect it as the kit"]
-    )
-
-
-@app.command()
-def restore(
-    file: Annotated[Path, Argument(help="What `backup` wrote.")],
-    kit: Annotated[Path, Option(metavar="DIR", help="The folder of the kit, new or damaged.")],
-    study: Annotated[Path | None, Option(metavar="DIR", help="A hospital's study, new or damaged.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Restore missing files of a kit and a study; no ledger replaces a newer one."""
-    from wsi_fl.hospitals.work.backup import restore_backup, restore_lines
-    from wsi_fl.study.folder import Study
-
-    print_document(restore_backup(file, kit, Study(study.resolve()) if study else None), as_json, restore_lines)
-
-
-@app.command("preapprove")
-def frame(
+def preapprove(
     kit: _KitOption,
     epsilon: Annotated[float | None, Option(help="Of all plans together, by your own ledger.")] = None,
     until: Annotated[str, Option(metavar="DATE", help="The last day, as in 2027-03-31.")] = "",
@@ -452,153 +421,28 @@ def frame(
         bool, Option("--revoke", help="End your frame at once; a run under way ends at its next round.")
     ] = False,
     study: _StudyFolder = None,
-    yes: Annotated[bool, Option("--yes", help="Sign without being asked.")] = False,
+    yes: _Yes = False,
     as_json: Json = False,
 ) -> None:
     """Sign a standing approval: plans within it run here for weeks without a further signature, others are refused."""
-    from wsi_fl.hospitals.plans.preapproval import require_preapproval, write_preapproval
+    from wsi_fl.hospitals.plans.preapproval import require_preapproval, revoke_preapproval, write_preapproval
     from wsi_fl.hospitals.plans.preapproval_check import add_codes, make_preapproval, preapproval_lines
     from wsi_fl.hospitals.plans.signed_plan import FederationPlan
-    from wsi_fl.stages.runtime.console import print_lines
+    from wsi_fl.stages.runtime.console import TextLine, print_lines
 
-    if revoke:
-        withdraw(kit, study, as_json)
-        return
     opened_study, identity, codes = _load_study(study), _open_kit(kit).load_identity(), code or []
+    if revoke:
+        revoked = revoke_preapproval(opened_study, identity)
+        news = TextLine(f"the frame until {revoked['until']} was withdrawn")
+        print_document(dict(revoked), as_json, lambda _: [news])
+        return
     if add_code:
         approval = add_codes(require_preapproval(opened_study, identity), codes)
     else:
-        approval = make_preapproval(
-            opened_study,
-            FederationPlan.load(plan or _find_signed_plan(opened_study)),
-            identity.name,
-            epsilon=epsilon,
-            until=until,
-            runs=runs,
-            methods=method or [],
-            partners=partner or [],
-            codes=codes,
-        )
+        like = FederationPlan.load(plan or _find_signed_plan(opened_study))
+        terms = {"methods": method or [], "partners": partner or [], "codes": codes}
+        approval = make_preapproval(opened_study, like, identity.name, epsilon=epsilon, until=until, runs=runs, **terms)
     print_lines(preapproval_lines(approval))
-    if not yes and not _ask_confirmation(f"Sign this in the name of {identity.name}?", "--yes"):
-        raise WsiFlError("nothing was signed")
+    _require_consent(f"Sign this in the name of {identity.name}?", yes=yes)
     write_preapproval(opened_study, approval, identity)
     print_document(dict(approval), as_json, lambda _: [])
-
-
-def withdraw(kit: Path, study: Path | None, as_json: bool) -> None:
-    """End a frame at once, and all approvals made in its name; a run under way ends at its next round."""
-    from wsi_fl.hospitals.plans.preapproval import revoke_preapproval
-    from wsi_fl.stages.runtime.console import TextLine
-
-    revoked = revoke_preapproval(_load_study(study), _open_kit(kit).load_identity())
-    print_document(
-        dict(revoked), as_json, lambda approval: [TextLine(f"the frame until {approval['until']} was withdrawn")]
-    )
-
-
-@app.command()
-def census(
-    kit: _KitOption,
-    files: Annotated[list[Path] | None, Argument(help="With --collect: what hospitals sent.")] = None,
-    column: Annotated[
-        list[str] | None,
-        Option(metavar="NAME=VALUE,…", help="A column of your table, and the values to count. Repeatable."),
-    ] = None,
-    epsilon: Annotated[
-        float | None, Option(min=0.001, help="Per patient: of the census (0.1), or with --collect of the plan (1).")
-    ] = None,
-    only_enough: Annotated[
-        bool, Option("--only-enough", help="Tell only whether there are at least 20 of a value.")
-    ] = False,
-    out: Annotated[Path | None, Option(help="The file to send. Default: census-SITE.json.")] = None,
-    collect: Annotated[
-        bool, Option("--collect", help="At the coordinator: say what all hospitals can answer.")
-    ] = False,
-    study: _StudyFolder = None,
-    as_json: Json = False,
-) -> None:
-    """Count patients by the values of a column, with noise, before there is a plan; or collect hospitals' responses."""
-    from wsi_fl.hospitals.plans import feasibility as censuses
-    from wsi_fl.stages.runtime.console import TextLine
-    from wsi_fl.system.files import write_json
-
-    identity = _open_kit(kit).load_identity()
-    if collect:
-        responses = [censuses.read_response(path, identity.root) for path in files or []]
-        print_document(censuses.collect_responses(responses, epsilon or 1.0), as_json, censuses.feasibility_lines)
-        return
-    pairs = [option.partition("=") for option in column or []]
-    columns = {name: values.split(",") for name, _, values in pairs}
-    if len(columns) < len(pairs):
-        duplicate = next(name for name, *_ in pairs if [pair[0] for pair in pairs].count(name) > 1)
-        raise UsageError(
-            f"--column {duplicate}: is given twice; name all its values at once, as in {duplicate}=low,high"
-        )
-    if not columns:
-        raise UsageError("which column? say --column NAME=VALUE,VALUE, as in --column grade=low,high")
-    response = censuses.run_query(
-        _load_study(study), identity, columns, epsilon=epsilon or 0.1, only_enough=only_enough
-    )
-    path = out or Path(f"census-{identity.name}.json")
-    write_json(path, response)
-    message = f"{path}: {len(columns)} columns at ε = {response['epsilon']:g} per patient; send it to the coordinator"
-    print_document(response, as_json, lambda _: [TextLine(message)])
-
-
-@app.command()
-def board(
-    kit: Annotated[Path | None, Option(metavar="DIR", help="Your kit, the coordinator's or a hospital's.")] = None,
-    out: Annotated[Path | None, Option(help="Write it as a page too.")] = None,
-    study: _StudyFolder = None,
-    as_json: Json = False,
-) -> None:
-    """Show who takes part, the progress, the results, and the next steps with the person for each."""
-    from wsi_fl.hospitals.dashboard.dashboard_page import dashboard_lines, make_dashboard
-
-    document = make_dashboard(_load_study(study), kit=kit, out=out, study_label=str(study or "."))
-    print_document(document, as_json, dashboard_lines)
-
-
-@app.command()
-def rehearse(
-    file: Annotated[Path, Argument(help="A plan, signed or not.")],
-    kit: _KitOption,
-    study: _StudyFolder = None,
-    rounds: Annotated[
-        int | None, Option(min=1, help="Fewer than the plan's: all take as long as all sites in turn.")
-    ] = None,
-    keep: Annotated[Path | None, Option(help="A new folder to keep the run in, private models too.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Run a plan with your own data alone, for its time, memory and ε; nothing leaves and nothing is spent."""
-    from wsi_fl.hospitals.plans.dry_run import dry_run_lines, dry_run_plan
-    from wsi_fl.hospitals.plans.signed_plan import FederationPlan
-    from wsi_fl.stages.runtime.console import ProgressBars
-
-    with ProgressBars("rehearse") as bars:
-        document = dry_run_plan(
-            _load_study(study), FederationPlan.load(file), _open_kit(kit).name, rounds=rounds, keep=keep, watcher=bars
-        )
-    print_document(document, as_json, dry_run_lines)
-
-
-@app.command()
-def evidence(
-    kit: Annotated[Path | None, Option(metavar="DIR", help="Your kit; with --verify, whose root is trusted.")] = None,
-    study: _StudyFolder = None,
-    out: Annotated[Path, Option(help="A new folder.")] = Path("evidence"),
-    verify: Annotated[Path | None, Option(metavar="DIR", help="Check such a folder instead, whosever it is.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Write the evidence that security, data protection and registers ask for, in one signed folder; or verify one."""
-    from wsi_fl.hospitals.dossier.evidence import make_evidence, verification_lines, verify_evidence
-
-    opened_kit = None if kit is None else _open_kit(kit)
-    if verify is not None:
-        result = verify_evidence(verify, opened_kit.load_identity().root if opened_kit else None)
-        print_document(result, as_json, partial(verification_lines, folder=verify, vouched=opened_kit is not None))
-        return
-    if opened_kit is None:
-        raise UsageError("which hospital's evidence? give --kit DIR; or --verify DIR, to check a folder")
-    print_document(make_evidence(_load_study(study), opened_kit, out), as_json, lambda _: [str(out / "index.html")])

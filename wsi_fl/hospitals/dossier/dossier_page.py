@@ -1,8 +1,7 @@
 """The dossier of a hospital: answers for its data protection officer and its network administrators, from local files.
 
 It is made from the plan, the approvals, the kit, the site's own ledger, its runs and their audits, and opens no store;
-further texts are in `dossier.toml`. A hospital that leaves keeps a part of it: its releases, and what of them stays
-with others.
+further texts are in `dossier.toml`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import Any, TypedDict
 
 from wsi_fl import __version__
+from wsi_fl.hospitals.dossier.answers import AnswerSheet, answer_sheets
 from wsi_fl.hospitals.plans.build_plan import PlanDocument, parse_plan_document, site_disclosures
 from wsi_fl.hospitals.plans.disclosures import fill_plan_text
-from wsi_fl.hospitals.plans.signed_plan import FederationPlan, approval_path, collect_approvals, cost_path, plan_path
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan, collect_approvals, cost_path, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.oneshot.released_statistics import STATISTICS_RUN
 from wsi_fl.privacy.accounting import group_epsilon
 from wsi_fl.privacy.guarantee import (
     collect_mechanisms,
@@ -29,17 +28,106 @@ from wsi_fl.privacy.guarantee import (
     lifetime_entries,
     weakest_guarantee,
 )
-from wsi_fl.privacy.ledger_file import LedgerEntry, LedgerFile, run_id
+from wsi_fl.privacy.ledger_file import LedgerEntry, LedgerFile
 from wsi_fl.report.templates import fill_template
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stages.site.privacy_account import Group, build_terms, describe_group
 from wsi_fl.stages.site.site_ledger import open_ledger
 from wsi_fl.stages.training.resume import list_plan_runs
-from wsi_fl.study.folder import Study, load_run_pipeline
+from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.files import read_object, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
+
+
+class _ReleaseRow(TypedDict):
+    """A release by a line of the ledger.
+
+    Attributes:
+        bytes: that the round sent in all; None if its run is no longer here.
+        final: whether it may have left.
+    """
+
+    round: int
+    what: str
+    sha256: str
+    bytes: int | None
+    final: bool
+
+
+class RunAccount(TypedDict):
+    """A site's releases in one run, and their cost.
+
+    Attributes:
+        plan: SHA-256 of the signed plan; "" if none was signed.
+        epsilon: None if no ε holds.
+        group: ε for the patient with the most rows; None if it is not known.
+    """
+
+    run: str
+    plan: str
+    epsilon: float | None
+    delta: float
+    unit: str
+    guarantee: str
+    group: Group | None
+    releases: list[_ReleaseRow]
+
+
+class _AuditResult(TypedDict):
+    """The result of attacks on a model; the interval is of 95 %."""
+
+    run: str
+    model: str
+    auroc: float
+    interval: list[float]
+    epsilon_lower: float | None
+    epsilon_upper: float | None
+
+
+class _Budget(TypedDict):
+    max_epsilon: float | None
+    delta: float
+
+
+class _Risks(TypedDict):
+    network: list[dict[str, str]]
+    not_protected: list[str]
+    assessment: list[dict[str, object]]
+
+
+class _Dossier(_Risks):
+    """The content of a hospital's dossier on a plan.
+
+    Attributes:
+        for_others: whether it may leave the hospital.
+        missing: why sites have not signed; None if the federation's root CA is not here to verify.
+        spent: ε of everything released so far, per unit of the plan.
+        group: the same for the patient with the most rows.
+        cost: the plan's cost, as the hospital saw it when it signed.
+        warning: why the ledger is invalid, as by `approve`.
+        network: the kinds of connections.
+        assessment: the draft of an impact assessment: {"heading", "facts", "gaps"} each.
+        answers: to the forms of others.
+    """
+
+    created: str
+    wsi_fl: str
+    site: str
+    for_others: bool
+    plan_sha256: str
+    plan: PlanDocument
+    signed: list[str]
+    missing: dict[str, str] | None
+    budget: _Budget
+    spent: float | None
+    group: Group | None
+    cost: Mapping[str, Any] | None
+    warning: str
+    accounts: list[RunAccount]
+    audits: list[_AuditResult]
+    answers: list[AnswerSheet]
+
 
 _MAX_LINES = 12
 """Releases of a run that are shown; the JSON beside the page has all."""
@@ -81,9 +169,7 @@ def _describe_flow(dossier: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def make_dossier(
-    study: Study, *, site: str | None, kit: Path | None, out: Path, for_others: bool = False
-) -> dict[str, Any]:
+def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path, for_others: bool = False) -> _Dossier:
     """Write the page, and its content as JSON beside it; return the content.
 
     Args:
@@ -112,18 +198,12 @@ def make_dossier(
 
 def build_dossier(
     study: Study, plan: FederationPlan, site: SiteFile, kit: Kit | None, *, for_others: bool = False
-) -> dict[str, Any]:
+) -> _Dossier:
     """Return a hospital's dossier on a plan, from the files of its study and its kit.
 
     A dossier that leaves the hospital (`for_others`) holds nothing that depends on single patients without an ε, nor a
     path of the machine: neither the number of rows of the patient with the most nor its group ε; not the plan's cost as
     the hospital saw it; no attack on a local model; of an invalid ledger only that it is invalid.
-
-    Returns:
-        Among others "missing": why sites have not signed, None if the federation's root CA is not here to verify;
-        "spent": ε of everything released so far, per unit of the plan; "group": the same for the patient with the most
-        rows; "cost": the plan's cost, as the hospital saw it when it signed; "warning": why the ledger is invalid, as
-        by `approve`; "accounts": as `_list_accounts`; "audits": results of attacks.
     """
     document = parse_plan_document(plan)
     approval_status = collect_approvals(study, plan, kit.load_identity().root) if kit else None
@@ -139,13 +219,13 @@ def build_dossier(
         _list_audits(study, site.name, for_others=for_others),
     )
     planned_group = (cost or {}).get("lifetime_group") or group
-    return {
+    dossier: _Dossier = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "wsi_fl": __version__,
         "site": site.name,
         "for_others": for_others,
         "plan_sha256": plan.digest,
-        "plan": document | {"leaves": site_disclosures(document, site.name)},
+        "plan": {**document, "leaves": site_disclosures(document, site.name)},
         "signed": list(approval_status.signed) if approval_status else [],
         "missing": _explain_missing(study, plan, approval_status.missing) if approval_status else None,
         "budget": {"max_epsilon": site.max_epsilon, "delta": delta},
@@ -153,15 +233,18 @@ def build_dossier(
         "group": group,
         "cost": cost,
         "warning": warning,
-        "accounts": _list_accounts(study, site.name, entries, delta, rows),
+        "accounts": list_accounts(study, site.name, entries, delta, rows),
         "audits": audits,
+        "answers": [],
         **_describe_risks(document, site, kit, planned_group, audited=bool(audits), for_others=for_others),
     }
+    dossier["answers"] = answer_sheets(dossier)
+    return dossier
 
 
 def _describe_risks(
     plan: PlanDocument, site: SiteFile, kit: Kit | None, group: Group | None, *, audited: bool, for_others: bool
-) -> dict[str, object]:
+) -> _Risks:
     """Return the connections, the remaining risks, and the draft of an assessment: {"heading", "facts", "gaps"}.
 
     Args:
@@ -224,19 +307,15 @@ def _explain_missing(study: Study, plan: FederationPlan, missing: Mapping[str, s
     }
 
 
-def _list_accounts(
+def list_accounts(
     study: Study, site: str, entries: Sequence[LedgerEntry], delta: float, rows: int | None
-) -> list[dict[str, Any]]:
-    """Return the site's releases in each run, the first run first, and their cost.
-
-    "plan" is "" if none was signed, and "epsilon" None if no ε holds. "releases" have the "bytes" that the round sent
-    in all, None if its run is no longer here, and as "final" whether they may have left.
-    """
-    accounts = []
+) -> list[RunAccount]:
+    """Return the site's releases in each run, the first run first, and their cost."""
+    accounts: list[RunAccount] = []
     for run in dict.fromkeys(entry.run_id for entry in entries):
         lines, bytes_by_round = ([entry for entry in entries if entry.run_id == run], _bytes_by_round(study, site, run))
         spent = entries_epsilon(lines, delta)
-        releases = [
+        releases: list[_ReleaseRow] = [
             {
                 "round": released_round.number,
                 "what": kind,
@@ -247,7 +326,7 @@ def _list_accounts(
             for released_round in collect_rounds(lines)
             for kind, digest in released_round.releases.items()
         ]
-        account = {
+        account: RunAccount = {
             "run": lines[0].run,
             "plan": next((line.agreement for line in lines if line.agreement and not line.sending), ""),
             "epsilon": spent,
@@ -270,12 +349,12 @@ def _bytes_by_round(study: Study, site: str, run: str) -> dict[int, int]:
     return {}
 
 
-def _list_audits(study: Study, site: str, *, for_others: bool = False) -> list[dict[str, object]]:
+def _list_audits(study: Study, site: str, *, for_others: bool = False) -> list[_AuditResult]:
     """Return `audit`'s results on the models of the site, in every audited run here; intervals are of 95 %.
 
     For others these are results on models that left.
     """
-    audits = []
+    audits: list[_AuditResult] = []
     for file in sorted(study.runs_path.glob("*/audit/audit.json")):
         document = RunFolder(file.parent.parent).read_audit() or {}
         site_audits = [audit for audit in document.get("sites", ()) if audit["site"] == site]
@@ -283,7 +362,7 @@ def _list_audits(study: Study, site: str, *, for_others: bool = False) -> list[d
             if for_others and model["model"] == "private":
                 continue
             membership, planted = model["membership"]["own"], model["canaries"] or {}
-            audited = {
+            audited: _AuditResult = {
                 "run": str(document["run"]),
                 "model": str(model["model"]),
                 "auroc": membership["auroc"],
@@ -295,11 +374,12 @@ def _list_audits(study: Study, site: str, *, for_others: bool = False) -> list[d
     return audits
 
 
-def _load_signed_cost(study: Study, site: str, plan: FederationPlan) -> dict[str, Any] | None:
+def _load_signed_cost(study: Study, site: str, plan: FederationPlan) -> Mapping[str, Any] | None:
     """Return a plan's cost as a hospital saw it when it signed; None if it saw none."""
     path = cost_path(study, site)
     document = read_object(path, "delete it") if path.is_file() else {}
-    return document["cost"] if document.get("plan") == plan.digest else None
+    cost: Mapping[str, Any] | None = document["cost"] if document.get("plan") == plan.digest else None
+    return cost
 
 
 def _largest_patient_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
@@ -315,79 +395,3 @@ def _group_epsilon(entries: Sequence[LedgerEntry], delta: float, rows: int | Non
     if rows is None or collect_units(entries) != {"row"} or entries_epsilon(entries, delta) is None:
         return None
     return {"rows": rows, "epsilon": group_epsilon(collect_mechanisms(entries), delta, rows), "delta": delta}
-
-
-def write_departure(study: Study, kit: Kit, *, out: Path, delete_approval: bool = False) -> dict[str, Any]:
-    """Write, as JSON, a hospital's releases with their receivers, and the remaining steps; return the document.
-
-    If its approval is to be deleted too, so that no further run starts, no process of it may still run.
-    """
-    site, approval = study.load_site(kit.name), approval_path(study, kit.name)
-    entries = [entry for entry in LedgerFile(study.ledger_path(site.name)).entries if entry.site == site.name]
-    delta = site.delta or next((entry.delta for entry in reversed(entries) if entry.delta), 1e-5)
-    runs = [
-        _describe_release(study, site.name, account)
-        for account in _list_accounts(study, site.name, entries, delta, None)
-    ]
-    if delete_approval:
-        with kit.lock_kit():  # a process that runs would go on
-            approval.unlink(missing_ok=True)
-    approval_note = f"{approval} is there: --delete-approval deletes it"
-    status = approval_note if approval.exists() else "no plan is signed here"
-    document = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "site": site.name,
-        "federation": kit.document["federation"],
-        "runs": runs,
-        "says": [
-            *(_describe_remains(site.name, run) for run in runs),
-            f"{status}; without an approval no run starts",
-            f"keep {study.ledger_path(site.name)}: whoever uses these patients again must know what was spent",
-            f"have the coordinator say `wsi-fl federation revoke {site.name} --kit FOUNDED`, then delete {kit.path}",
-        ],
-    }
-    write_json(out, document)
-    return document
-
-
-def _describe_release(study: Study, site: str, account: dict[str, Any]) -> dict[str, Any]:
-    """Return the releases of one run, and its other sites, if the run is still here.
-
-    Class statistics that were released by themselves went to the sites of all plans whose runs carried them.
-    """
-    folders = [RunFolder(file.parent) for file in sorted(study.runs_path.glob("*/config.toml"))]
-    run = next((folder for folder in folders if folder.id == run_id(account["run"])), None)
-    carrying = (
-        folder
-        for folder in folders
-        if folder.agreement_digest and site in (folder.site_folder(site).read_statistics_digests() or ())
-    )
-    runs = [run] if run else carrying if account["run"] == STATISTICS_RUN else ()
-    site_lists = (load_run_pipeline(folder.path / "config.toml").sites or [] for folder in runs)
-    names = list(dict.fromkeys(name for sites in site_lists for name in sites))
-    recipients = {"method": run.manifest["method"] if run else None, "to": [name for name in names if name != site]}
-    return account | recipients | {"releases": [release for release in account["releases"] if release["final"]]}
-
-
-def _describe_remains(site: str, run: dict[str, Any]) -> str:
-    """Describe what of a run stays with others."""
-    name, releases = run["run"].split()[0], run["releases"]
-    if not releases:
-        return f"{name}: nothing has left"
-    kinds, rounds = (
-        ", ".join(sorted({release["what"] for release in releases})),
-        [release["round"] for release in releases],
-    )
-    spent = "no ε holds" if run["epsilon"] is None else f"ε = {run['epsilon']:.2f} per {run['unit']}"
-    others = ", ".join(run["to"]) or "the other sites"
-    others += ", and whoever was given the file," if name == STATISTICS_RUN else ""
-    return (
-        f"{name}: {others} may hold {len(releases)} releases of {site} ({kinds}; rounds "
-        f"{min(rounds)} to {max(rounds)}; {spent}), and models that learned from them; nothing calls them back"
-    )
-
-
-def departure_lines(document: dict[str, Any]) -> Lines:
-    """Report what stays with others, and what to do."""
-    yield TextLine(f"{document['site']} leaves {document['federation']}")
-    yield from (TextLine(f"  {sentence}") for sentence in document["says"])

@@ -6,11 +6,14 @@ watch and end them, and no log is streamed away.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
+from wsi_fl.hospitals.faults import mark_fault
 from wsi_fl.hospitals.trust.certificates import Role
 from wsi_fl.hospitals.trust.kit import bracket_ipv6
 from wsi_fl.system.files import write_json
@@ -39,31 +42,46 @@ def require_flare() -> None:
         UsageError: with the command that installs it.
     """
     if find_spec("nvflare") is None:
-        raise UsageError("this needs NVIDIA FLARE; install it with `pip install 'wsi-fl[flare]'`")
+        text = "this needs NVIDIA FLARE; install it with `pip install 'wsi-fl[flare]'`"
+        raise mark_fault(UsageError(text), "no_flare")
+
+
+_SETTINGS = json.loads(Path(__file__).with_name("settings.json").read_text("utf-8"))
+"""FLARE's files by role and path, with places in braces."""
 
 
 def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host: str, port: int) -> None:
     """Write the files that FLARE reads, all but key and certificates, into a kit."""
-    startup, local = kit / "startup", kit / "local"
-    bind_host = "0.0.0.0" if ":" in host else host  # FLARE's server reads no IPv6 address, but listens on all
-    host = bracket_ipv6(host)
-    if role == "coordinator":
-        write_json(startup / "fed_admin.json", _admin_document(federation, name, host, port))
-        write_json(local / "resources.json", {"format_version": 1, "admin": {"idle_timeout": 900.0}})
-        return
-    if role == "server":
-        admin_settings = {"admin_server": SERVER, "admin_port": port} | _tls_entry("server")
-        server = _service_entry(federation, f"{bind_host}:{port}") | admin_settings
-        write_json(startup / "fed_server.json", {"format_version": 2, "servers": [server]})
-        write_json(local / "resources.json", _server_resources(kit.resolve() / "storage"))
-    else:
-        server = _service_entry(federation, f"{host}:{port}") | {"identity": SERVER}
-        client = _tls_entry("client") | {"fqsn": name, "is_leaf": True}
-        write_json(startup / "fed_client.json", {"format_version": 2, "servers": [server], "client": client})
-        write_json(local / "resources.json", _hospital_resources())
-    write_json(local / "authorization.json", _RIGHTS)
-    write_json(local / "log_config.json", _LOG_CONFIG)
-    (kit / "transfer").mkdir(exist_ok=True)
+    places: dict[str, str | int] = {
+        "name": name,
+        "federation": federation,
+        "host": bracket_ipv6(host),
+        "bind_host": "0.0.0.0" if ":" in host else host,  # FLARE's server reads no IPv6 address, but listens on all
+        "port": port,
+        "storage": str(kit.resolve() / "storage"),
+        "heartbeat_s": HEARTBEAT_S,
+        "executor": _EXECUTOR_PATH,
+        "controller": _CONTROLLER_PATH,
+        "launcher": f"{PROCESS_MODULE}.Launcher",
+    }
+    for path, document in _SETTINGS[role].items():
+        write_json(kit / path, _fill_places(document, places))
+    if role != "coordinator":
+        for path, document in _SETTINGS["all"].items():
+            write_json(kit / path, document)
+        (kit / "transfer").mkdir(exist_ok=True)
+
+
+def _fill_places(value: object, places: Mapping[str, str | int]) -> object:
+    """Fill the places in the texts of a document; a text that is one place becomes its value, of whatever type."""
+    if isinstance(value, dict):
+        return {key: _fill_places(part, places) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_fill_places(part, places) for part in value]
+    if not isinstance(value, str):
+        return value
+    only_place = re.fullmatch(r"\{(\w+)\}", value)
+    return places[only_place[1]] if only_place else value.format(**places)
 
 
 class JobRequest(TypedDict):
@@ -92,124 +110,3 @@ def write_job_files(folder: Path, sites: list[str], job: JobRequest) -> None:
     write_json(config / "config_fed_server.json", {"format_version": 2, "workflows": [controller]})
     hospital = {"tasks": ["ready", "work"], "executor": {"path": _EXECUTOR_PATH, "args": {}}}
     write_json(config / "config_fed_client.json", {"format_version": 2, "executors": [hospital]})
-
-
-def _service_entry(federation: str, address: str) -> dict[str, object]:
-    return {"name": federation, "service": {"target": address, "scheme": "http"}}
-
-
-def _tls_entry(stem: str) -> dict[str, str]:
-    files = {"ssl_private_key": f"{stem}.key", "ssl_cert": f"{stem}.crt", "ssl_root_cert": "rootCA.pem"}
-    return files | {"connection_security": "mtls"}
-
-
-def _admin_document(federation: str, name: str, host: str, port: int) -> dict[str, object]:
-    return {
-        "format_version": 1,
-        "admin": {
-            "project_name": federation,
-            "username": name,
-            "server_identity": SERVER,
-            "scheme": "http",
-            "host": host,
-            "port": port,
-            "connection_security": "mtls",
-            "uid_source": "user_input",
-            "with_file_transfer": True,
-            "upload_dir": "transfer",
-            "download_dir": "transfer",
-            "client_key": "client.key",
-            "client_cert": "client.crt",
-            "ca_cert": "rootCA.pem",
-        },
-    }
-
-
-_COORDINATOR_RIGHTS = dict.fromkeys(("submit_job", "manage_job", "download_job", "view"), "any")
-_DENIED_RIGHTS = dict.fromkeys(("clone_job", "operate", "shell_commands", "byoc"), "none")
-_RIGHTS = {"format_version": "1.0", "permissions": {"project_admin": _COORDINATOR_RIGHTS | _DENIED_RIGHTS}}
-"""The coordinator's rights here. Other roles have none; `shell_commands` (which read files) are denied to all, and
-`byoc` (bring your own code) is refused."""
-
-
-def _resource_document(allowed: str, *components: tuple[str, str, Mapping[str, object]]) -> dict[str, object]:
-    return {
-        "format_version": 2,
-        "class_list_enforcement_mode": "enforce",
-        "class_allow_list": [allowed],
-        "allow_log_streaming": False,
-        "components": [{"id": name, "path": path, "args": arguments} for name, path, arguments in components],
-    }
-
-
-def _hospital_resources() -> dict[str, object]:
-    common = "nvflare.app_common"
-    manager = f"{common}.resource_managers.gpu_resource_manager.GPUResourceManager"
-    consumer = f"{common}.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"
-    gpus = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300}
-    return _resource_document(
-        _EXECUTOR_PATH,
-        ("resource_manager", manager, gpus),
-        ("resource_consumer", consumer, {}),
-        ("process_launcher", f"{PROCESS_MODULE}.Launcher", {}),
-    ) | {"client": {"retry_timeout": HEARTBEAT_S, "compression": "Gzip"}}
-
-
-def _server_resources(storage: Path) -> dict[str, object]:
-    common = "nvflare.app_common"
-    files = f"{common}.storages.filesystem_storage.FilesystemStorage"
-    scheduler = f"{common}.job_schedulers.job_scheduler.DefaultJobScheduler"
-    manager = "nvflare.apis.impl.job_def_manager.SimpleJobDefManager"
-    launcher = f"{common}.job_launcher.server_process_launcher.ServerProcessJobLauncher"
-    return _resource_document(
-        _CONTROLLER_PATH,
-        ("job_scheduler", scheduler, {"max_jobs": 1}),
-        ("job_manager", manager, {"uri_root": str(storage / "jobs"), "job_store_id": "job_store"}),
-        ("job_store", files, {}),
-        ("process_launcher", launcher, {}),
-    ) | {
-        "servers": [
-            {
-                "admin_storage": "transfer",
-                "max_num_clients": 200,
-                "heart_beat_timeout": HEARTBEAT_S,
-                "download_job_url": "http://download.server.com/",
-                "admin_timeout": 10.0,
-            }
-        ],
-        "snapshot_persistor": {
-            "path": f"{common}.state_persistors.storage_state_persistor.StorageStatePersistor",
-            "args": {
-                "uri_root": "/",
-                "storage": {"path": files, "args": {"root_dir": str(storage / "snapshots"), "uri_root": "/"}},
-            },
-        },
-    }
-
-
-_LOG_CONFIG = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {
-        "lines": {
-            "()": "nvflare.fuel.utils.log_utils.BaseFormatter",
-            "fmt": "%(asctime)s - %(name)s - %(levelname)s - %(message)s",
-        }
-    },
-    "handlers": {
-        "logFileHandler": {
-            "class": "logging.handlers.RotatingFileHandler",
-            "level": "DEBUG",
-            "formatter": "lines",
-            "filename": "log.txt",
-            "mode": "a",
-            "maxBytes": 20 << 20,
-            "backupCount": 5,
-        }
-    },
-    "loggers": {
-        "root": {"level": "WARNING", "handlers": ["logFileHandler"]},
-        "nvflare.private.fed.client.fed_client": {"level": "INFO"},
-    },
-}
-"""Warnings, and a client's lines on its registration, in one file of the kit."""

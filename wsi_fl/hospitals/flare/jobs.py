@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,9 +10,10 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from wsi_fl.federation.documents import ProtocolError
+from wsi_fl.hospitals.faults import RETRYABLE, Fault, FaultCode, find_fault, mark_fault
 from wsi_fl.hospitals.flare.flare_files import (
     COORDINATOR,
     HEARTBEAT_S,
@@ -22,9 +22,9 @@ from wsi_fl.hospitals.flare.flare_files import (
     require_flare,
     write_job_files,
 )
-from wsi_fl.hospitals.trust.kit import Kit, find_likely_reason, require_server
+from wsi_fl.hospitals.trust.kit import Kit, find_failed_step, require_server
 from wsi_fl.hospitals.work.client import LAST
-from wsi_fl.hospitals.work.job_replies import validate_replies
+from wsi_fl.hospitals.work.job_replies import Reply, validate_replies
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError, single_line
 
@@ -43,11 +43,6 @@ _STARTED_STATES = ("RUNNING", "DISPATCHED")
 """The server's states of a job that has begun and not ended, even if the server was restarted and has forgotten it."""
 _MAX_TRIES, _MAX_REASONS = 4, 5
 """Requests for the responding clients, and failed jobs in one call for whose reason the server is asked."""
-_LOSS_PHRASES = ("was lost", "took nothing", "did not answer")
-"""Phrases of failures after which the others can go on."""
-_OTHER_PHRASES = ("failed", "withdrew", "has a certificate that", "has [^;]+; install the plan's", "is \\S+ h ahead")
-_BLAMED_SITE = re.compile(rf"(?:site|the clock of) (\S+) (?:{'|'.join((*_LOSS_PHRASES, *_OTHER_PHRASES))})")
-"""The pattern of such a failure, or another of a single hospital, with its name."""
 
 
 class JobFailed(WsiFlError):
@@ -58,9 +53,12 @@ class JobFailed(WsiFlError):
         can_retry: whether another job may succeed: the reason is temporary, and not part of anything signed.
     """
 
-    def __init__(self, message: str, blamed: Sequence[str] = (), *, can_retry: bool = False) -> None:
+    def __init__(
+        self, message: str, blamed: Sequence[str] = (), *, code: FaultCode = "", can_retry: bool = False
+    ) -> None:
         super().__init__(message)
         self.blamed, self.can_retry = tuple(blamed), can_retry
+        mark_fault(self, code, next(iter(blamed), ""))
 
 
 class SiteReconnected(WsiFlError):
@@ -118,7 +116,8 @@ class _JobWatch:
             return
         self._checked_s = now_s
         if affected := self.list_revoked():
-            self._give_up(f"site {affected[0]} has a certificate that was withdrawn; {_RESUME_HINT}", affected)
+            text = f"site {affected[0]} has a certificate that was withdrawn; {_RESUME_HINT}"
+            self._give_up(text, "revoked", affected)
         try:
             responding, running_jobs = _list_responding(self.session), _running_job_ids(self.session)
         except Exception:  # the next request for the status fails with the reason
@@ -133,23 +132,23 @@ class _JobWatch:
         if running_jobs - {self.job}:  # the server does one at a time
             self._server_idle_since = now_s
         if now_s - self._missing_since.get(self.job, now_s) >= _AWAY_S:
-            self._give_up(f"the server was stopped while job {self.job} ran; {_RESUME_HINT}")
+            self._give_up(f"the server was stopped while job {self.job} ran; {_RESUME_HINT}", "server_stopped")
         patience_s = max(_AWAY_S, self.patience_s) if has_started else _AWAY_S
         affected = [site for site in self.sites if now_s - self._missing_since.get(site, now_s) >= patience_s]
         if affected and has_started:
-            self._give_up(f"site {affected[0]} was lost: its client does not answer; {_RESUME_HINT}", affected)
+            self._give_up(f"site {affected[0]} was lost: its client does not answer; {_RESUME_HINT}", "lost", affected)
         if affected:
-            self._give_up(
-                f"{', '.join(affected)} not connected any more; nothing was begun: submit again later", affected
-            )
+            text = f"{', '.join(affected)} not connected any more; nothing was begun: submit again later"
+            self._give_up(text, "not_begun", affected)
         if not has_started and now_s - self._server_idle_since >= _BEGIN_S:
-            self._give_up(
+            text = (
                 f"job {self.job} has not begun within {_BEGIN_S:.0f} s, so it was withdrawn; see the server's log, "
                 "and submit again"
             )
+            self._give_up(text, "not_begun")
 
-    def _give_up(self, reason: str, blamed: Sequence[str] = ()) -> None:
-        self._end_job(JobFailed(reason, blamed, can_retry=True))
+    def _give_up(self, reason: str, code: FaultCode, blamed: Sequence[str] = ()) -> None:
+        self._end_job(JobFailed(reason, blamed, code=code, can_retry=True))
 
     def _end_job(self, error: WsiFlError) -> None:
         with suppress(Exception):  # it may have ended by itself, or be forgotten
@@ -177,9 +176,10 @@ def _open_session(kit: Kit) -> Iterator[Session]:
         with redirect_stdout(output):
             session = new_secure_session(COORDINATOR, str(kit.path), timeout=_CONNECT_S)
     except Exception as error:
+        if step := find_failed_step(kit):
+            raise mark_fault(WsiFlError(step.said), step.fault) from None
         raise WsiFlError(
-            find_likely_reason(kit)
-            or f"the server {kit.document['server']} does not let the coordinator in: {single_line(error)}; "
+            f"the server {kit.document['server']} does not let the coordinator in: {single_line(error)}; "
             f"`wsi-fl federation check {kit.path}` looks for the reason"
         ) from None
     try:
@@ -189,6 +189,7 @@ def _open_session(kit: Kit) -> Iterator[Session]:
         raise JobFailed(
             f"the server {kit.document['server']} is gone; start it again. Rounds that were finished are kept: "
             "`submit --resume RUN` goes on with them",
+            code="server_lost",
             can_retry=True,
         ) from None
     finally:
@@ -202,15 +203,25 @@ def list_connected(kit: Kit) -> list[str]:
         return _list_responding(session)
 
 
-def list_jobs(kit: Kit, known_ids: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return the jobs on the server: {"id", "name", "status", "submitted", "reason"}, newest first.
+class _ServerJob(TypedDict):
+    """A job on the server.
 
-    The status of a job that the server calls running, without a process for it, is "DEAD". The reason is why a job
-    failed, in one line, or None.
-
-    Args:
-        known_ids: ids of jobs whose reason is not needed.
+    Attributes:
+        status: FLARE's; "DEAD" for one that the server calls running, without a process for it.
+        reason, code, site: why it failed, in words and as a `Fault`; None, "" and "" if it did not.
     """
+
+    id: str
+    name: str | None
+    status: str
+    submitted: float | str | None
+    reason: str | None
+    code: FaultCode
+    site: str
+
+
+def list_jobs(kit: Kit, known_ids: Collection[str] = ()) -> list[_ServerJob]:
+    """Return the jobs on the server, newest first, and why those failed that are not among known ids."""
     with _open_session(kit) as session:
         rows = _list_recent(session)
         if {row["id"] for row in rows if row["status"] in _STARTED_STATES} - _running_job_ids(session):
@@ -218,22 +229,26 @@ def list_jobs(kit: Kit, known_ids: Collection[str] = ()) -> list[dict[str, Any]]
             rows, working = _list_recent(session), _running_job_ids(session)
             for row in rows:
                 if row["status"] in _STARTED_STATES and row["id"] not in working:
-                    row |= {"status": "DEAD", "reason": f"the server was stopped while it ran; {_RESUME_HINT}"}
-        failed = [row for row in rows if row["reason"] is None and _has_failed(str(row["status"]))]
+                    row["status"], row["code"] = "DEAD", "server_stopped"
+                    row["reason"] = f"the server was stopped while it ran; {_RESUME_HINT}"
+        failed = [row for row in rows if row["reason"] is None and _has_failed(row["status"])]
         for row in [row for row in failed if row["id"] not in known_ids][:_MAX_REASONS]:
-            row["reason"] = _failure_reason(session, str(row["id"]), str(row["status"]))
+            failure = _find_failure(session, row["id"], row["status"])
+            row["reason"], (row["code"], row["site"]) = str(failure), find_fault(failure)
     return rows
 
 
-def _list_recent(session: Session) -> list[dict[str, Any]]:
+def _list_recent(session: Session) -> list[_ServerJob]:
     return [
-        {
-            "id": job.get("job_id"),
-            "name": job.get("job_name", job.get("name")),
-            "status": job.get("status"),
-            "submitted": job.get("submit_time"),
-            "reason": None,
-        }
+        _ServerJob(
+            id=str(job.get("job_id")),
+            name=job.get("job_name", job.get("name")),
+            status=str(job.get("status")),
+            submitted=job.get("submit_time"),
+            reason=None,
+            code="",
+            site="",
+        )
         for job in session.list_jobs(limit=20, detailed=True, reverse=True)
     ]
 
@@ -242,17 +257,15 @@ def _has_failed(status: str) -> bool:
     return status.startswith("FINISHED") and status != "FINISHED:COMPLETED"
 
 
-def _failure_reason(session: Session, job: str, status: str) -> str:
+def _find_failure(session: Session, job: str, status: str) -> JobFailed:
     """Return why a job failed, by the hospitals' or the server's replies."""
     with tempfile.TemporaryDirectory() as place, suppress(ProtocolError):
         replies = _download_replies(session, job, Path(place))
-        if isinstance(replies, Mapping) and any(
-            isinstance(reply, Mapping) and "error" in reply for reply in replies.values()
-        ):
-            return _first_reason(
-                [reply["error"] for reply in validate_replies(replies, list(replies), "work").values()]
-            )
-    return _silent_failure_reason(job, status)
+        if isinstance(replies, Mapping):
+            valid_replies = validate_replies(replies, list(replies), "work")
+            if failures := [reply for reply in valid_replies.values() if "error" in reply]:
+                return _first_failure(failures)
+    return _silent_failure(job, status)
 
 
 def abort_job(kit: Kit, job: str) -> None:
@@ -274,7 +287,7 @@ def run_job(
     patience_s: float = HEARTBEAT_S,
     awaited: Mapping[str, float] | None = None,
     list_revoked: Callable[[], Sequence[str]] = list,
-) -> dict[str, Any]:
+) -> dict[str, Reply]:
     """Submit a job, wait for its end, and return each hospital's reply.
 
     A job that has not begun within two minutes, while the server has no other, is withdrawn. One whose hospitals or
@@ -305,16 +318,13 @@ def run_job(
             watch.check_job(status)
             time.sleep(_POLL_S)
         replies = validate_replies(_download_replies(session, number, Path(place)), sites, job["what"])
-    errors = [reply["error"] for reply in replies.values() if "error" in reply]
-    if errors:
-        reason = _first_reason(errors)
-        blamed = _BLAMED_SITE.findall(reason)
-        raise JobFailed(reason, blamed, can_retry=bool(blamed))
+    if failures := [reply for reply in replies.values() if "error" in reply]:
+        raise _first_failure(failures)
     if _has_failed(status):
-        raise JobFailed(_silent_failure_reason(number, status), can_retry=status != "FINISHED:ABORTED")
+        raise _silent_failure(number, status)
     if silent := [site for site in sites if site not in replies]:
         explanation = f"job {number} ended, and the server has no answer of {', '.join(silent)}; {_RESUME_HINT}"
-        raise JobFailed(explanation, silent, can_retry=True)
+        raise JobFailed(explanation, silent, code="no_answer", can_retry=True)
     return replies
 
 
@@ -323,25 +333,30 @@ def _job_status(session: Session, job: str) -> str:
         return str(session.get_job_status(job))
     except Exception as error:
         reason = f"the server was lost while job {job} ran ({single_line(error)}); {_RESUME_HINT}"
-        raise JobFailed(reason, can_retry=True) from None
+        raise JobFailed(reason, code="server_stopped", can_retry=True) from None
 
 
-def _silent_failure_reason(job: str, status: str) -> str:
-    """Return why a job failed if no hospital gave a reason."""
+def _silent_failure(job: str, status: str) -> JobFailed:
+    """Return the failure of a job for which no hospital gave a reason."""
     if status == "FINISHED:ABORTED":
-        return (
+        text = (
             f"job {job} was ended by the coordinator (`federation abort`); rounds that were finished are kept: "
             "`submit --resume RUN` goes on with them"
         )
+        return JobFailed(text, code="aborted")
     outcome = status.removeprefix("FINISHED:").lower()
-    return f"job {job} ended ({outcome}), and no hospital said why; see the server's log, then {_RESUME_HINT}"
+    text = f"job {job} ended ({outcome}), and no hospital said why; see the server's log, then {_RESUME_HINT}"
+    return JobFailed(text, code="no_answer", can_retry=True)
 
 
-def _first_reason(errors: list[str]) -> str:
-    """Return the reason of the first hospital that failed; the others only noticed it."""
-    root_causes = [text for text in errors if "ended the run" not in text and "was ended by" not in text]
-    reason = (root_causes or errors)[0]
-    return f"{reason}; {_RESUME_HINT}" if any(words in reason for words in _LOSS_PHRASES) else reason
+def _first_failure(failures: Sequence[Reply]) -> JobFailed:
+    """Return the failure of the first hospital that failed; the others only noticed it."""
+    root_causes = [failure for failure in failures if failure["code"] not in ("site_ended", "aborted")]
+    first = (root_causes or failures)[0]
+    text, fault = first["error"], Fault(first["code"], first["site"])
+    blamed = [fault.site] if fault.site and fault.code in RETRYABLE else []
+    text = f"{text}; {_RESUME_HINT}" if fault.code == "lost" else text
+    return mark_fault(JobFailed(text, blamed, can_retry=bool(blamed)), *fault)
 
 
 def _download_replies(session: Session, job: str, place: Path) -> Any:

@@ -31,18 +31,19 @@ from nvflare.fuel.f3.cellnet.defs import ReturnCode as CellCode
 from nvflare.fuel.f3.cellnet.utils import make_reply as make_cell_reply
 from nvflare.fuel.f3.message import Message
 
+from wsi_fl.hospitals.faults import Fault, find_fault
 from wsi_fl.hospitals.flare.flare_files import KIT_VARIABLE, REPLIES_FILE, STUDY_VARIABLE, JobRequest
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan
-from wsi_fl.hospitals.transports.secure_comm import Receipt
+from wsi_fl.hospitals.transports.transport import Receipt
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.sealed_messages import Buffer
 from wsi_fl.hospitals.work.client import greet_sites, public_summary, take_part
-from wsi_fl.hospitals.work.job_replies import failure_reply, parse_reply
+from wsi_fl.hospitals.work.job_replies import failure_reply, parse_failure, parse_reply
 from wsi_fl.runs.site_folder import append_note
 from wsi_fl.stages.training.launch import hint_way_on
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json
-from wsi_fl.types import ReportableError, WsiFlError, single_line
+from wsi_fl.types import ReportableError, SiteFailed, WsiFlError, single_line
 
 _CHANNEL = "wsi_fl"
 _ALIVE_TOPIC, _BEAT_S, _SILENT_S = "wsi_fl_alive", 0.2, 1.0
@@ -85,14 +86,16 @@ class JobController(Controller):  # type: ignore[misc]
         result, site = client_task.result, client_task.client.name
         job_kind = "ready" if client_task.task.name == "ready" else str(self._job["what"])
         try:
-            if (code := result.get_return_code()) != ReturnCode.OK:
-                raise WsiFlError(str(result.get("said", f"site {site}: {code}")))
-            self._replies[site] = parse_reply(str(result.get("said", "")), site, job_kind)
+            if (code := result.get_return_code()) == ReturnCode.OK:
+                self._replies[site] = parse_reply(str(result.get("said", "")), site, job_kind)
+                return
+            text = result.get("said")
+            failure = failure_reply(f"site {site}: {code}") if text is None else parse_failure(str(text), site)
         except WsiFlError as error:
             failure = failure_reply(str(error))
-            self._replies[site] = failure
-            self._write_replies(fl_ctx)
-            self.system_panic(failure["error"], fl_ctx)
+        self._replies[site] = failure
+        self._write_replies(fl_ctx)
+        self.system_panic(failure["error"], fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Receive the signs of life of the hospitals' processes from the beginning."""
@@ -110,7 +113,8 @@ class JobController(Controller):  # type: ignore[misc]
         silent = {site: latest - self._last_signs.get(site, 0.0) for site in self._sites if site not in self._replies}
         for site, seconds in silent.items():
             if seconds > _SILENT_S / 2:
-                self._replies[site] = failure_reply(f"site {site} was lost: it fell silent before the others")
+                text = f"site {site} was lost: it fell silent before the others"
+                self._replies[site] = failure_reply(text, Fault("lost", site))
 
     def _write_replies(self, fl_ctx: FLContext) -> None:
         folder = Path(self._engine.get_workspace().get_run_dir(fl_ctx.get_job_id()))
@@ -219,11 +223,12 @@ class HospitalExecutor(Executor):  # type: ignore[misc]
                     Study(Path(os.environ[STUDY_VARIABLE])).runs_path / f"{name}.log", "".join(format_exception(error))
                 )
             reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
-            reply["said"] = (
-                single_line(error)
-                if isinstance(error, ReportableError)
-                else f"site {name} failed; its own log says why"
-            )
+            if isinstance(error, ReportableError):
+                fault = Fault("failed", name) if isinstance(error, SiteFailed) else find_fault(error)
+                reply["said"] = json.dumps(failure_reply(single_line(error), fault))
+            else:
+                text = f"site {name} failed; its own log says why"
+                reply["said"] = json.dumps(failure_reply(text, Fault("failed", name)))
             return reply
         reply = make_reply(ReturnCode.OK)
         reply["said"] = json.dumps(result)

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.federation.methods import list_names
+from wsi_fl.hospitals.plans import installed_code
 from wsi_fl.hospitals.plans.disclosures import (
     PLAN_TEXTS,
     DataDescription,
@@ -29,15 +30,7 @@ from wsi_fl.hospitals.plans.disclosures import (
     list_disclosures,
     list_retained,
 )
-from wsi_fl.hospitals.plans.signed_plan import (
-    FORMAT,
-    VERSION,
-    FederationPlan,
-    approval_path,
-    archive_other_plan,
-    code_digest,
-    package_versions,
-)
+from wsi_fl.hospitals.plans.signed_plan import FORMAT, VERSION, FederationPlan, approval_path, archive_other_plan
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS
 from wsi_fl.report.formatting import format_duration
 from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
@@ -194,8 +187,8 @@ def describe_plan(
         "format": FORMAT,
         "version": VERSION,
         "wsi_fl": __version__,
-        "code": code_digest(),
-        "packages": package_versions(),
+        "code": installed_code.code_digest(context.name),
+        "packages": installed_code.package_versions(),
         "method": context.name,
         "pipeline": name,
         "does": f"{context.method.name}: {context.method.summary}.",

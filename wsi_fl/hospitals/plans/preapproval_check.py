@@ -14,6 +14,7 @@ from datetime import UTC, date, datetime
 from typing import Any, cast, get_args
 from uuid import uuid4
 
+from wsi_fl.hospitals.plans import installed_code
 from wsi_fl.hospitals.plans.build_plan import PlanDocument, parse_plan_document, parse_site_files, settings_text
 from wsi_fl.hospitals.plans.disclosures import DataDescription, PlannedDisclosure, describe_store, list_disclosures
 from wsi_fl.hospitals.plans.preapproval import (
@@ -26,13 +27,7 @@ from wsi_fl.hospitals.plans.preapproval import (
     record_admission,
 )
 from wsi_fl.hospitals.plans.review import PlanReview, describe_cost, describe_excess, is_alike, review_plan, sign_plan
-from wsi_fl.hospitals.plans.signed_plan import (
-    FederationPlan,
-    code_digest,
-    format_value,
-    load_approved_plan,
-    settings_by_key,
-)
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan, format_value, load_approved_plan, settings_by_key
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.runs.run_folder import RunFolder
@@ -119,7 +114,8 @@ def make_preapproval(
 
 def add_codes(approval: StandingApproval, codes: Sequence[str] = ()) -> StandingApproval:
     """Return a standing approval, its id unchanged, that also allows the installed wsi-fl and others by SHA-256."""
-    accepted_codes = list(dict.fromkeys([*approval["allows"]["code"], *codes, code_digest()]))
+    installed_codes = [installed_code.code_digest(method) for method in approval["allows"]["method"]]
+    accepted_codes = list(dict.fromkeys([*approval["allows"]["code"], *codes, *installed_codes]))
     return {**approval, "allows": {**approval["allows"], "code": accepted_codes}}
 
 

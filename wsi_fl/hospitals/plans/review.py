@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from wsi_fl.hospitals.faults import mark_fault
 from wsi_fl.hospitals.plans.build_plan import (
     PlanDocument,
     PlannedSite,
@@ -20,12 +21,12 @@ from wsi_fl.hospitals.plans.build_plan import (
     site_disclosures,
 )
 from wsi_fl.hospitals.plans.disclosures import DataDescription, describe_store, find_odd_key
+from wsi_fl.hospitals.plans.installed_code import check_code_version
 from wsi_fl.hospitals.plans.preapproval import StandingApproval, preapproval_entries
 from wsi_fl.hospitals.plans.signed_plan import (
     SITE_TERMS,
     FederationPlan,
     approval_path,
-    check_code_version,
     check_pinned_key,
     check_revoked,
     check_site_terms,
@@ -221,10 +222,11 @@ def _require_matching_store(store_data: DataDescription, document: PlanDocument,
     for key, label in _STORE_TERMS.items():
         plan_value, store_value = plan_values[key], store_values[key]
         if None not in (plan_value, store_value) and not is_alike(key, plan_value, store_value):
-            raise UsageError(
+            text = (
                 f"the plan is for {label} {format_value(plan_value)}, "
                 f"but {site} has {format_value(store_value)}; make the store as the plan says, or ask for another plan"
             )
+            raise mark_fault(UsageError(text), "other_store", site)
 
 
 def is_alike(key: str, planned: object, actual: object) -> bool:
@@ -245,48 +247,38 @@ def _compute_cost(context: RunContext, plan: FederationPlan, site: SiteFile, app
     index = context.names.index(site.name)
     account = open_account(context, index, units, planted, planned_run=f"plan {plan.digest[:32]}")
     ledger, terms, n_units = account.ledger, account.ledger.terms, account.units.n
-    past_mechanisms = ledger.list_mechanisms(lifetime=True)
     approval_entries = preapproval_entries(ledger.entries, site.name, approval_id) if approval_id else []
-    runs = len({entry.run_id for entry in approval_entries})
+    cost = PlanCost(n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds)
+    cost = replace(cost, framed_runs=len({entry.run_id for entry in approval_entries}))
     if not costs_epsilon(pipeline) or site.is_receiver:
-        return PlanCost(n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds, framed_runs=runs)
+        return cost
     affordable = count_affordable(account, rounds)
     if not affordable:
-        raise UsageError(
+        text = (
             f"sites/{site.name}.toml: max_epsilon = {terms.max_epsilon:g} is not enough for one round of this plan; "
             "ask for one with more noise or fewer rows in a batch"
         )
-    run_mechanisms = ledger.list_mechanisms()
+        raise mark_fault(UsageError(text), "affordability", site.name)
+    run_mechanisms, past_mechanisms = ledger.list_mechanisms(), ledger.list_mechanisms(lifetime=True)
+    framed_mechanisms = collect_mechanisms(approval_entries)
     if sends:
-        return PlanCost(
-            n_units,
-            terms.unit,
-            0.0,
-            epsilon(past_mechanisms, terms.delta),
-            terms.max_epsilon,
-            terms.delta,
-            rounds,
-            letter=epsilon(run_mechanisms, terms.delta),
-            framed=epsilon(collect_mechanisms(approval_entries), terms.delta) if approval_id else None,
-            framed_runs=runs,
-        )
+        spent, released = epsilon(past_mechanisms, terms.delta), epsilon(run_mechanisms, terms.delta)
+        framed = epsilon(framed_mechanisms, terms.delta) if approval_id else None
+        return replace(cost, epsilon=0.0, lifetime_epsilon=spent, letter=released, framed=framed)
     plan_mechanisms = list_mechanisms(account, rounds)[len(run_mechanisms) :]
     plan_run, lifetime_mechanisms = [*run_mechanisms, *plan_mechanisms], [*past_mechanisms, *plan_mechanisms]
-    max_mechanisms = plan_mechanisms * (MAX_ATTEMPTS if terms.guarantee == "shared" else 1)
-    return PlanCost(
-        n_units,
-        terms.unit,
-        epsilon(plan_run, terms.delta),
-        epsilon(lifetime_mechanisms, terms.delta),
-        terms.max_epsilon,
-        terms.delta,
-        affordable,
-        reportable_max_tpr(terms.guarantee, lifetime_mechanisms),
-        compute_patient_epsilon(terms, train.patient, plan_run),
-        compute_patient_epsilon(terms, train.patient, lifetime_mechanisms),
-        epsilon([*run_mechanisms, *max_mechanisms], terms.delta) if terms.guarantee == "shared" else None,
-        epsilon([*collect_mechanisms(approval_entries), *max_mechanisms], terms.delta) if approval_id else None,
-        runs,
+    is_sum = terms.guarantee == "shared"
+    max_mechanisms = plan_mechanisms * (MAX_ATTEMPTS if is_sum else 1)
+    return replace(
+        cost,
+        epsilon=epsilon(plan_run, terms.delta),
+        lifetime_epsilon=epsilon(lifetime_mechanisms, terms.delta),
+        rounds=affordable,
+        max_tpr_at_fpr_1pct=reportable_max_tpr(terms.guarantee, lifetime_mechanisms),
+        group=compute_patient_epsilon(terms, train.patient, plan_run),
+        lifetime_group=compute_patient_epsilon(terms, train.patient, lifetime_mechanisms),
+        most_epsilon=epsilon([*run_mechanisms, *max_mechanisms], terms.delta) if is_sum else None,
+        framed=epsilon([*framed_mechanisms, *max_mechanisms], terms.delta) if approval_id else None,
     )
 
 

@@ -14,11 +14,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wsi_fl import __version__, plugins
+from wsi_fl.hospitals.faults import mark_fault
 from wsi_fl.hospitals.plans.preapproval import StandingApproval, find_end_reason
 from wsi_fl.hospitals.trust.certificates import Identity, key_fingerprint, parse_revocation_list, verify_document
 from wsi_fl.study.folder import Study
@@ -33,9 +32,6 @@ _REQUEST_FORMAT = "wsi-fl federation request"
 SITE_TERMS = ("real", "role", "allow", "max_epsilon", "delta")
 """Keys of a site's file that are copied into a plan."""
 _PURPOSE = b"wsi-fl approval of a plan, version 1\n"
-_GUARANTEE_PACKAGES = ("torch", "opacus", "numpy", "cryptography")
-"""Packages that the guarantee rests on."""
-_PACKAGE_FOLDER = Path(__file__).parents[2]
 _TOML_STRING, _MAX_DOTS = re.compile(r'"(?:[^"\\]|\\.)*"'), 8
 """A string in the settings of a plan, and a limit of dots per line outside of strings."""
 
@@ -226,16 +222,17 @@ def load_approved_plan(study: Study, identity: Identity) -> FederationPlan:
     """Return a hospital's signed plan; UsageError if there is none, or the file has changed."""
     path, approval = plan_path(study), approval_path(study, identity.name)
     if not path.exists() or not approval.exists():
-        raise UsageError(
-            f"site {identity.name} has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
-        )
+        text = f"site {identity.name} has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
+        raise mark_fault(UsageError(text), "unsigned", identity.name)
     plan = FederationPlan.load(path)
     if plan.keys.get(identity.name) in parse_revocation_list(identity.root).keys:  # not of the identity, which holds
-        raise UsageError(f"this plan names an older key of {identity.name}; ask for a new plan, and sign it")
+        text = f"this plan names an older key of {identity.name}; ask for a new plan, and sign it"
+        raise mark_fault(UsageError(text), "older_key", identity.name)
     _check_approval(read_object(approval, _SIGN_AGAIN), plan, identity.root, site=identity.name)
     approval_id = approval_time(study, identity.name).partition(" frame ")[2]
     if approval_id and (reason := find_end_reason(study, identity, approval_id)):
-        raise UsageError(f"site {identity.name} {reason} ({plan.digest[:8]}); have it approve the plan itself")
+        text = f"site {identity.name} {reason} ({plan.digest[:8]}); have it approve the plan itself"
+        raise mark_fault(UsageError(text), "withdrew", identity.name)
     return plan
 
 
@@ -251,10 +248,11 @@ def _check_approval(document: Mapping[str, object], plan: FederationPlan, root: 
     holder = verify_document(document, root, _PURPOSE, f"the approval of {site}")
     check_pinned_key(plan, str(document["certificate"]), site)
     if (holder.name, document.get("site"), document.get("plan")) != (site, site, plan.digest):
-        raise UsageError(
+        text = (
             f"site {site} has signed another plan than federation/plan.json ({plan.digest[:8]}); read it and sign it "
             "with `wsi-fl federation approve`"
         )
+        raise mark_fault(UsageError(text), "unsigned", site)
 
 
 class _ApprovalStatus(NamedTuple):
@@ -284,10 +282,11 @@ def check_pinned_key(plan: FederationPlan, certificate: str, site: str) -> None:
     """Refuse a certificate (PEM) for another key than a plan pins for a site."""
     pinned = plan.keys.get(site)
     if pinned is not None and key_fingerprint(certificate) != pinned:
-        raise UsageError(
+        text = (
             f"the plan names another key of {site} than its certificate here has; a new key needs a new plan, and one "
             f"that {site} did not ask for needs a telephone call"
         )
+        raise mark_fault(UsageError(text), "other_key", site)
 
 
 def check_revoked(plan: FederationPlan, root: str, sites: Collection[str]) -> None:
@@ -301,32 +300,6 @@ def check_revoked(plan: FederationPlan, root: str, sites: Collection[str]) -> No
             )
 
 
-def check_code_version(plan: FederationPlan, site: str, accepted_codes: Collection[str] = ()) -> None:
-    """Refuse a plan for other code, or other versions of the packages behind the guarantee, than a site has installed.
-
-    Digests listed in its standing approval count as the same code.
-    """
-    plan_code, local_code = str(plan.document["code"]), code_digest()
-    if plan_code != local_code and {plan_code, local_code} <= set(accepted_codes):
-        return
-    local_packages, plan_packages = package_versions(), plan.document.get("packages")
-    plan_packages = plan_packages if isinstance(plan_packages, dict) else local_packages
-    for name in sorted(local_packages | plan_packages):
-        planned_version, local_version = (
-            versions.get(name, "not installed") for versions in (plan_packages, local_packages)
-        )
-        if planned_version != local_version:
-            raise UsageError(
-                f"the plan is for {name} {planned_version}, and site {site} has {local_version}; "
-                "install the plan's version, or agree on a new plan"
-            )
-    if plan_code != local_code:
-        raise UsageError(
-            f"the plan is for wsi-fl {plan.document['wsi_fl']} ({plan_code[:8]}), and site {site} has {__version__} "
-            f"({local_code[:8]}); install the plan's version, or agree on a new plan"
-        )
-
-
 def check_site_terms(plan_terms: Mapping[str, Any], file: SiteFile) -> None:
     """Refuse a site file that differs from its part of a plan."""
     for key in SITE_TERMS:
@@ -334,45 +307,13 @@ def check_site_terms(plan_terms: Mapping[str, Any], file: SiteFile) -> None:
         if key in plan_terms and (
             sorted(local_value) != sorted(plan_value or ()) if key == "allow" else local_value != plan_value
         ):
-            raise UsageError(
+            text = (
                 f"the plan says {key} = {format_value(plan_value)} of {file.name}, and sites/{file.name}.toml says "
                 f"{format_value(local_value)}; have the plan made with your site file, or change your site file"
             )
+            raise mark_fault(UsageError(text), "site_terms", file.name)
 
 
 def format_value(value: Any) -> str:
     """Return a value as TOML, and "nothing" for none."""
     return "nothing" if value is None else toml_value(value)
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that the guarantee rests on, without local build labels (`+cu126`).
-
-    Packages that add methods, readers, encoders or commands are included, since their code runs too. WsiFlError if one
-    is not installed.
-    """
-    try:
-        versions = {name: version(name) for name in _GUARANTEE_PACKAGES} | plugins.plugin_versions()
-    except PackageNotFoundError as error:
-        raise WsiFlError(f"{error.name} is not installed; install wsi-fl again") from None
-    return {name: number.partition("+")[0] for name, number in versions.items()}
-
-
-def code_digest(package: Path = _PACKAGE_FOLDER) -> str:
-    """Return the SHA-256 of the running code, which must be the same at all sites of a plan.
-
-    It covers every file of the package, such as code, templates, scripts of pages, tables and weights, and the versions
-    of `package_versions`, but not compiled Python, hidden files and shipped pipelines, since a plan holds its settings.
-    WsiFlError if the folder of the package cannot be read.
-    """
-    digest = hashlib.sha256(json.dumps(package_versions(), sort_keys=True).encode())
-    try:
-        for path in sorted(package.rglob("*")):
-            name = path.relative_to(package)
-            hidden = any(part == "__pycache__" or part.startswith(".") for part in name.parts)
-            if path.is_file() and name.parts[0] != "shipped" and not hidden:
-                digest.update(f"{name.as_posix()}\n".encode())
-                digest.update(hashlib.sha256(path.read_bytes()).digest())
-    except OSError as error:
-        raise WsiFlError(f"the installed package cannot be read: {error}") from None
-    return digest.hexdigest()

@@ -22,7 +22,7 @@ from secrets import token_hex
 from typing import NamedTuple
 
 from wsi_fl.hospitals.transports.fsspec_adapter import FolderEntry, SharedFolder
-from wsi_fl.hospitals.transports.secure_comm import MAX_MESSAGE_BYTES, Receipt
+from wsi_fl.hospitals.transports.transport import MAX_MESSAGE_BYTES, Receipt
 from wsi_fl.hospitals.trust.sealed_messages import HANDSHAKE, Buffer
 from wsi_fl.types import single_line
 

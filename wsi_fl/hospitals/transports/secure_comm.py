@@ -4,10 +4,8 @@ Each process introduces itself with a handshake. All handshakes together make th
 signed and bound to it. A transport may be slow, lose, repeat, reorder, alter or invent: messages that do not verify are
 refused, lost ones are sent again until the deadline, and repeated ones are taken once.
 
-If the others may go on without a site that timed out, every process keeps, per site, the newest handshake it knows, and
-the handshake of a process that is believed to have dropped out. A handshake states its sender's beliefs, which are
-merged by the later time, so that all processes in contact agree. Only a newer handshake of the site itself ends such a
-belief. As a session binds the handshakes of all its members, sites that disagree exchange nothing.
+As a session binds the handshakes of all its members, sites that disagree on who is there exchange nothing; see
+`presence`.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from math import inf
-from typing import Literal, Protocol, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -35,13 +33,16 @@ from wsi_fl.federation.message import (
     pack_message,
     unpack_message,
 )
+from wsi_fl.hospitals.faults import FaultCode, mark_fault
+from wsi_fl.hospitals.transports.inbox import Inbox
+from wsi_fl.hospitals.transports.presence import MAX_CLOCK_SKEW_S, SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports.transport import MAX_MESSAGE_BYTES, Receipt, Transport
 from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, key_fingerprint
 from wsi_fl.hospitals.trust.sealed_messages import (
     ALL_RECEIVERS,
     HANDSHAKE,
     Buffer,
     Handshake,
-    MessageSealer,
     SealedMessage,
     derive_session,
 )
@@ -49,126 +50,21 @@ from wsi_fl.types import Interrupted, ReportableError
 
 _T = TypeVar("_T")
 
-Receipt = Literal["taken", "later", "refused"]
-"""A receiver's answer to a message: taken, not yet decidable, or refused for good."""
-_END_REASONS = {"end": "ended the run; its own log says why", "withdrawn": "withdrew its approval of this plan"}
+_END_REASONS: dict[str, tuple[FaultCode, str]] = {
+    "end": ("site_ended", "ended the run; its own log says why"),
+    "withdrawn": ("withdrew", "withdrew its approval of this plan"),
+}
 """Sequence ids of a site's last message, and their meaning."""
-MAX_MESSAGE_BYTES = 1 << 30
-"""The longest message that is taken unless the signed plan sets a limit."""
 _RETRY_PAUSES_S = (0.05, 2.0)
 _WAKE_S = 0.5
-_MAX_CLOCK_SKEW_S = 900.0
 _FAREWELL_S = 5.0
-_MAX_PENDING = 64
-"""Messages of one peer that wait to be read: a site is never more than a few sequence ids ahead."""
 
 
-def _clock_offset_s() -> float:
-    """Return the offset of the clock from one that nobody sets; both go on while a machine sleeps."""
-    return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+class _Mismatch(NamedTuple):
+    """How a peer differs from this site, so that both cannot take part: as a code, and in words."""
 
-
-class SiteReturned(Interrupted):
-    """A peer's process began again, so all resume from their checkpoints."""
-
-
-class SitesDroppedOut(Interrupted):
-    """Peers timed out or ended, or they went on without this site; all others resume.
-
-    Attributes:
-        sites: those that dropped out.
-    """
-
-    def __init__(self, message: str, sites: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.sites = tuple(sites)
-
-
-@dataclass
-class SitePresence:
-    """The presence of all sites as one process knows it; it outlives the process's sessions.
-
-    Args:
-        identity: of this site.
-        names: of all sites of the plan, this one included.
-        min_sites: sites required for a session, if the others go on without a site that timed out; more than half are
-            required in any case, so that two groups out of contact cannot both go on. By default all are required, and
-            no site drops out.
-    """
-
-    identity: Identity
-    names: Sequence[str]
-    min_sites: int | None = None
-    dropped_out: dict[str, float] = field(default_factory=dict)
-    """Site → time of the handshake of its newest process that dropped out; 0 for a site that never sent one."""
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Site → why this process believes it dropped out; beliefs of others carry no reason."""
-
-    def __post_init__(self) -> None:
-        self.sealer, self._start_offset_s = MessageSealer(self.identity, time.time()), _clock_offset_s()
-
-    def has_clock_jumped(self) -> bool:
-        """Return whether this machine's clock was set, so that its handshake's time is no longer comparable."""
-        return abs(_clock_offset_s() - self._start_offset_s) > _MAX_CLOCK_SKEW_S
-
-    def has_dropped_out(self, name: str) -> bool:
-        """Return whether the newest process of a site dropped out."""
-        return name in self.dropped_out and self.sealer.latest_handshakes.get(name, 0.0) <= self.dropped_out[name]
-
-    def missing_sites(self) -> list[str]:
-        """Return the sites that dropped out, if too few are left; none if enough are."""
-        dropped_out = [name for name in self.names if name != self.identity.name and self.has_dropped_out(name)]
-        is_quorum = len(self.names) - len(dropped_out) >= max(self.min_sites or 0, len(self.names) // 2 + 1)
-        return [] if is_quorum else dropped_out
-
-    def mark_dropped_out(self, names: Sequence[str], reason: str) -> None:
-        """Mark the newest process of each of some sites as dropped out, with a reason, and renew the handshake."""
-        self.dropped_out |= {name: self.sealer.latest_handshakes.get(name, 0.0) for name in names}
-        self.reasons |= dict.fromkeys(names, reason)
-        started_at = 0.0 if self.has_clock_jumped() else self.sealer.started_at
-        self.sealer = self.sealer.renew_handshake(max(started_at, self.dropped_out.get(self.identity.name, 0.0)))
-        self._start_offset_s = _clock_offset_s()
-
-    def merge_peer_view(self, peer_view: Mapping[str, float]) -> bool:
-        """Merge the beliefs in a peer's handshake, of later processes alone; return whether this site is left out."""
-        if self.min_sites is None:
-            return False
-        for name, dropped_at in peer_view.items():
-            if name in self.names:
-                self.dropped_out[name] = max(dropped_at, self.dropped_out.get(name, 0.0))
-        return self.dropped_out.get(self.identity.name, -1.0) >= self.sealer.started_at
-
-
-class Transport(Protocol):
-    """Carries messages without knowledge of their content.
-
-    Attributes:
-        lag_s: the greatest age of a message at its arrival: seconds for an engine, days for a folder.
-    """
-
-    lag_s: float
-
-    def listen(self, receive: Callable[[Buffer], Receipt]) -> None:
-        """Hand over all arrivals from now on, from any thread."""
-
-    def send(self, receiver: str, sequence_id: str, message: bytes, timeout_s: float) -> str:
-        """Carry a message to a site; return "" once it has arrived, or why not, and it may be retried.
-
-        Args:
-            sequence_id: of the message among those of the sender and the receiver in this session.
-        """
-        ...
-
-    def failure_reason(self) -> str:
-        """Return why the transport has failed for good; "" if it has not."""
-        ...
-
-    def silence_s(self, site: str) -> float:
-        """Return the seconds since the last sign of life of a site's process; infinite if there was none."""
-        ...
-
-    def close(self) -> None:
-        """Stop listening."""
+    code: FaultCode
+    text: str
 
 
 @dataclass
@@ -181,7 +77,7 @@ class SecureComm:
         running: indices of the participants, the same everywhere.
         transport: the transport, listened to from now on.
         timeout_s: how long to wait for a peer.
-        version, code: of wsi-fl, and the SHA-256 of the installed package; the same at all sites.
+        version, code: of wsi-fl, and the SHA-256 of the installed code; the same at all sites.
         plan: SHA-256 of the signed plan; "" without one.
         most_bytes: of a message.
         keys: the fingerprint of each site's key, if the plan pins them: no other key speaks for the site.
@@ -231,8 +127,7 @@ class SecureComm:
         self._n_gathered, self._session = 0, ""
         self._met_s, self._steps = time.monotonic(), 0
         self._peers: dict[str, tuple[Handshake, Holder]] = {}
-        self._inbox: dict[tuple[str, str], SealedMessage] = {}
-        self._consumed: set[tuple[str, str]] = set()
+        self._inbox = Inbox(self.most_bytes)
         self._end_error: ReportableError | None = None
         self._peer_error: ReportableError | None = None
         """A peer's end of the run; ignored while sites may drop out."""
@@ -354,8 +249,8 @@ class SecureComm:
             return self._note_refusal(reason)
         if problem := self._explain_mismatch(handshake, name):
             if self._tolerates_dropout:  # the others go on without it
-                return self._note_refusal(problem)
-            self._peer_error = ReportableError(f"{problem}; nothing was trained")
+                return self._note_refusal(problem.text)
+            self._peer_error = mark_fault(ReportableError(f"{problem.text}; nothing was trained"), problem.code, name)
         else:
             if self._session:
                 self._peer_error = SiteReturned(f"site {name} began again")
@@ -377,26 +272,22 @@ class SecureComm:
             return f"{name} sent a handshake, and takes no part in this run"
         if self.keys.get(name, key_print) != key_print:
             return f"somebody sent a handshake as {name} with another key than the plan's"
-        if (
-            behind_s > _MAX_CLOCK_SKEW_S + self.transport.lag_s + self.timeout_s
-        ):  # an old one, or a clock that is behind
+        if behind_s > MAX_CLOCK_SKEW_S + self.transport.lag_s + self.timeout_s:  # an old one, or a clock that is behind
             return f"{name} sent a handshake {behind_s / 3600:.1f} h ago by this clock"
         if message.header["session"] != self.plan:
             return f"a handshake as {name} for another plan ({str(message.header['session'])[:8]}) was ignored"
         return ""
 
-    def _explain_mismatch(self, handshake: Handshake, name: str) -> str:
-        """Return how a peer differs from this site; "" if it does not."""
+    def _explain_mismatch(self, handshake: Handshake, name: str) -> _Mismatch | None:
+        """Return how a peer differs from this site; None if it does not."""
         me, ahead_s = self.identity.name, max([handshake["time"], *handshake["gone"].values()]) - time.time()
-        if ahead_s > _MAX_CLOCK_SKEW_S:
-            return f"the clock of {name} is {ahead_s / 3600:.1f} h ahead"
+        if ahead_s > MAX_CLOCK_SKEW_S:
+            return _Mismatch("clock", f"the clock of {name} is {ahead_s / 3600:.1f} h ahead")
         if (handshake["version"], handshake["code"]) != (self.version, self.code):
-            peer_version, local_version = (
-                f"{handshake['version']} ({handshake['code'][:8]})",
-                f"{self.version} ({self.code[:8]})",
-            )
-            return f"{name} has wsi-fl {peer_version}, {me} has {local_version}"
-        return ""
+            peer_version = f"{handshake['version']} ({handshake['code'][:8]})"
+            local_version = f"{self.version} ({self.code[:8]})"
+            return _Mismatch("", f"{name} has wsi-fl {peer_version}, {me} has {local_version}")
+        return None
 
     # arrivals
 
@@ -420,29 +311,20 @@ class SecureComm:
         if header["sender"] not in self._peer_indices:
             return self._note_refusal(f"a message of {header['sender']} came, who takes no part in this run")
         peer = self._peers.get(header["sender"])
-        if peer is None or not self._session or self._is_full(message):
+        if peer is None or not self._session or self._inbox.is_full(message):
             return "later"
         message.verify_sender(peer[1])
         if header["to"] != self.identity.name or header["session"] != self._session:
             return self._note_refusal(f"a message of {header['sender']} is of another session or for another receiver")
-        key = (header["sender"], header["place"])
-        if key in self._inbox or key in self._consumed:
+        if not self._inbox.add(message):
             return "taken"
         if header["place"] in _END_REASONS:
-            reason = f"site {header['sender']} {_END_REASONS[header['place']]}"
-            self._peer_error = (
-                SitesDroppedOut(reason, [header["sender"]]) if self._tolerates_dropout else ReportableError(reason)
-            )
-        self._inbox[key] = message
+            code, text = _END_REASONS[header["place"]]
+            reason, sender = f"site {header['sender']} {text}", header["sender"]
+            error = SitesDroppedOut(reason, [sender]) if self._tolerates_dropout else ReportableError(reason)
+            self._peer_error = mark_fault(error, code, sender)
         self._condition.notify_all()
         return "taken"
-
-    def _is_full(self, arrival: SealedMessage) -> bool:
-        """Return whether a peer's unread messages leave no room for a further one."""
-        sizes = [
-            len(message.body) for (sender, _), message in self._inbox.items() if sender == arrival.header["sender"]
-        ]
-        return len(sizes) >= _MAX_PENDING or sum(sizes) + len(arrival.body) > 2 * self.most_bytes
 
     def _note_refusal(self, reason: str) -> Receipt:
         self.refusals = [*self.refusals[-9:], reason]
@@ -467,18 +349,15 @@ class SecureComm:
         def remaining_s() -> float:
             return ends_s - time.monotonic() if lossy else inf if patient else self.timeout_s
 
-        keys = {k: (self.names[k], sequence_id) for k in senders}
+        names = [self.names[k] for k in senders]
         late_is_lost = suppress(PeerTimeout) if lossy else nullcontext()
         with late_is_lost:
             self._send_messages(sequence_id, contents, remaining_s())
         with self._condition:
             with late_is_lost:
-                self._wait_for_peers(
-                    sequence_id, lambda: [key[0] for key in keys.values() if key not in self._inbox], remaining_s()
-                )
-            messages = {k: self._inbox.pop(key) for k, key in keys.items() if key in self._inbox}
-            self._consumed |= set(keys.values())
-        return {k: self._sealer.open(message) for k, message in messages.items()}
+                self._wait_for_peers(sequence_id, lambda: self._inbox.list_missing(names, sequence_id), remaining_s())
+            messages = self._inbox.read(names, sequence_id)
+        return {self._peer_indices[name]: self._sealer.open(message) for name, message in messages.items()}
 
     def _wait_for_peers(self, sequence_id: str, missing: Callable[[], list[str]], limit_s: float) -> None:
         """Wait, holding the lock, until no peer is missing."""
@@ -492,7 +371,7 @@ class SecureComm:
 
     def _raise_if_ended(self) -> None:
         if self._end_error is None and (broken := self.transport.failure_reason()):
-            self._end_error = ReportableError(broken)
+            self._end_error = mark_fault(ReportableError(broken), "aborted")
         error = self._end_error or (None if self._lossy else self._peer_error)
         if error is not None:
             raise error
@@ -510,11 +389,8 @@ class SecureComm:
                 reason = (
                     f"site {name} has a certificate that was withdrawn on {revoked_on:%Y-%m-%d}, and needs a new key"
                 )
-                raise (
-                    SitesDroppedOut(reason, [name])
-                    if self._tolerates_dropout and name in certificates
-                    else Interrupted(reason)
-                )
+                can_drop = self._tolerates_dropout and name in certificates
+                raise mark_fault(SitesDroppedOut(reason, [name]) if can_drop else Interrupted(reason), "revoked", name)
 
     def _give_up(self, sequence_id: str, late: Mapping[str, str]) -> None:
         """Raise an error if late sites gave no sign of life either; in lossy steps, in any case."""
@@ -529,7 +405,7 @@ class SecureComm:
         text = f"site {first} {late[first]} for {self.timeout_s:g} s{occasion} (comm.timeout_s){refusal}"
         if self._tolerates_dropout and not self._lossy:
             raise SitesDroppedOut(text, silent)
-        raise PeerTimeout(text, [self._peer_indices[name] for name in silent])
+        raise mark_fault(PeerTimeout(text, [self._peer_indices[name] for name in silent]), "lost", first)
 
     # sending
 
@@ -547,7 +423,8 @@ class SecureComm:
             self._check_certificates()
             if reason := self.find_stop_reason():
                 self._farewell = "withdrawn"
-                raise ReportableError(f"site {self.identity.name} {reason}; the run ends here")
+                text = f"site {self.identity.name} {reason}; the run ends here"
+                raise mark_fault(ReportableError(text), "withdrew", self.identity.name)
         deadline, pause, pending = time.monotonic() + limit_s, _RETRY_PAUSES_S[0], dict(messages)
         with ThreadPoolExecutor(max(1, len(pending))) as pool:
             while pending:

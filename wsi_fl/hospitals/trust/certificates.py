@@ -33,6 +33,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
+from wsi_fl.hospitals.faults import mark_fault
 from wsi_fl.types import ReportableError, UsageError, make_printable
 
 Role = Literal["server", "coordinator", "hospital"]
@@ -140,11 +141,12 @@ def verify_certificate(certificate: str, root: str, *, moment: datetime | None =
     today = moment or datetime.now(UTC)
     for link, owner in ((leaf, name), (issuer, "the federation's root")):
         if not link.not_valid_before_utc <= today <= link.not_valid_after_utc:
-            raise NotTrusted(
+            text = (
                 f"the certificate of {owner} holds from {link.not_valid_before_utc:%Y-%m-%d %H:%M} to "
                 f"{link.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this clock says {today:%Y-%m-%d %H:%M}; set the "
                 "clock, or request a new certificate"
             )
+            raise mark_fault(NotTrusted(text), "certificate_refused")
     if any(isinstance(extension.value, x509.BasicConstraints) and extension.value.ca for extension in leaf.extensions):
         raise NotTrusted(f"the certificate of {name} may sign others, so no site may use it")
     _require_rsa_key(issuer.public_key(), "the federation's root")

@@ -21,6 +21,7 @@ from typing import NotRequired, TypedDict, cast
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
+from wsi_fl.hospitals.faults import FaultCode, find_fault, mark_fault
 from wsi_fl.hospitals.trust.certificates import (
     Identity,
     RevocationList,
@@ -98,8 +99,7 @@ class Kit:
     @contextmanager
     def lock_kit(self) -> Iterator[None]:
         """Lock the kit, or fail if another process has it: two of one name would take each other's messages."""
-        busy = f"{self.name} runs already: another process has {self.path}; end it first"
-        with file_lock(self.path / ".lock", busy):
+        with file_lock(self.path / ".lock", f"{self.name} runs already: another process has {self.path}; end it first"):
             yield
 
     def load_identity(self) -> Identity:
@@ -109,10 +109,12 @@ class Kit:
             key, certificate = [require_regular_file(startup / f"{stem}.{end}").read_text() for end in ("key", "crt")]
             trusted = load_trusted_pem(startup)
         except OSError as error:
-            raise UsageError(f"{self.path}: this kit is incomplete: {error.filename} cannot be read") from None
+            text = f"{self.path}: this kit is incomplete: {error.filename} cannot be read"
+            raise mark_fault(UsageError(text), "kit") from None
         identity = Identity.load(key, certificate, trusted)
         if identity.name != self.name:
-            raise UsageError(f"{self.path}: this kit says {self.name}, but its certificate belongs to {identity.name}")
+            text = f"{self.path}: this kit says {self.name}, but its certificate belongs to {identity.name}"
+            raise mark_fault(UsageError(text), "kit")
         return identity
 
     def load_revocation_list(self) -> RevocationList:
@@ -154,6 +156,7 @@ class CheckStep:
     what: str
     ok: bool
     said: str
+    fault: FaultCode = ""
 
 
 def check_connection(kit: Kit) -> Iterator[CheckStep]:
@@ -161,7 +164,7 @@ def check_connection(kit: Kit) -> Iterator[CheckStep]:
     try:
         identity = kit.load_identity()
     except WsiFlError as error:
-        yield CheckStep("certificate", False, str(error))
+        yield CheckStep("certificate", False, str(error), find_fault(error).code)
         return
     until = verify_certificate(identity.certificate, identity.root).until
     note = kit.renewal_reminder()
@@ -177,12 +180,12 @@ def check_connection(kit: Kit) -> Iterator[CheckStep]:
                 address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
             except OSError as error:
                 unknown = f"the name {host} is not known here ({single_line(error)}); ask your network's people"
-                raise WsiFlError(unknown) from None
+                raise mark_fault(WsiFlError(unknown), "name") from None
             yield CheckStep(subject, True, f"{host} is {address}")
             subject = "port"
         connection = _open_connection(host, port)
     except WsiFlError as error:
-        yield CheckStep(subject, False, str(error))
+        yield CheckStep(subject, False, str(error), find_fault(error).code)
         return
     route = f" of {host} through the proxy {proxy} (HTTPS_PROXY)" if proxy else ""
     yield CheckStep(subject, True, f"TCP to port {port}{route}")
@@ -190,9 +193,9 @@ def check_connection(kit: Kit) -> Iterator[CheckStep]:
         yield _check_handshake(kit, connection, host, port)
 
 
-def find_likely_reason(kit: Kit) -> str:
-    """Return the message of the first step that fails; "" if none does."""
-    return next((step.said for step in check_connection(kit) if not step.ok), "")
+def find_failed_step(kit: Kit) -> CheckStep | None:
+    """Return the first step of the check that fails."""
+    return next((step for step in check_connection(kit) if not step.ok), None)
 
 
 def require_server(kit: Kit) -> None:
@@ -223,13 +226,15 @@ def _check_handshake(kit: Kit, connection: socket.socket, host: str, port: int) 
                     raise ConnectionResetError("it closed the connection")
             return CheckStep(subject, True, f"{secured.version()}, the server's certificate is of this federation")
     except ssl.SSLCertVerificationError as error:
-        reason = f"the server's certificate was refused ({error.verify_message}): is this the right server, and the "
-        return CheckStep(subject, False, _describe_interceptor(kit, host, port) or f"{reason}right time on this clock?")
+        if interceptor := _describe_interceptor(kit, host, port):
+            return CheckStep(subject, False, interceptor)
+        question = "is this the right server, and the right time on this clock?"
+        text = f"the server's certificate was refused ({error.verify_message}): {question}"
+        return CheckStep(subject, False, text, "server_certificate")
     except (OSError, ssl.SSLError) as error:
-        reason = (
-            f"the server refused this kit's certificate ({single_line(error)}): is it of the same federation and not "
-        )
-        return CheckStep(subject, False, f"{reason}withdrawn, and the server's clock right?")
+        question = "is it of the same federation and not withdrawn, and the server's clock right?"
+        text = f"the server refused this kit's certificate ({single_line(error)}): {question}"
+        return CheckStep(subject, False, text, "certificate_refused")
 
 
 def _describe_interceptor(kit: Kit, host: str, port: int) -> str:
@@ -305,10 +310,9 @@ def _open_connection(host: str, port: int) -> socket.socket:
     try:
         return socket.create_connection((host, port), _CONNECT_S)
     except OSError as error:
-        raise WsiFlError(
-            f"no way through to {host} port {port} ({single_line(error)}): is the server up, and does the firewall let "
-            "TCP out to this port?"
-        ) from None
+        question = "is the server up, and does the firewall let TCP out to this port?"
+        text = f"no way through to {host} port {port} ({single_line(error)}): {question}"
+        raise mark_fault(WsiFlError(text), "no_route") from None
 
 
 def _connect_through_proxy(proxy: _HttpProxy, host: str, port: int) -> socket.socket:

@@ -7,10 +7,10 @@ sides verify them by reading a fingerprint out by telephone.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from wsi_fl.hospitals.flare.flare_files import COORDINATOR, SERVER, write_flare_files
 from wsi_fl.hospitals.trust.certificates import (
@@ -35,7 +35,7 @@ from wsi_fl.hospitals.trust.kit import (
     bracket_ipv6,
     parse_address,
 )
-from wsi_fl.hospitals.trust.root_ca import RootCA, distribute_revocations, revocation_lines
+from wsi_fl.hospitals.trust.root_ca import RevocationResult, RootCA, distribute_revocations, revocation_lines
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.system.files import read_json, read_object, write_json, write_text
 from wsi_fl.types import UsageError
@@ -46,6 +46,17 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _RENEWAL_PURPOSE = b"wsi-fl renewal of a certificate, version 1\n"
 
 
+class _ProvisionedFederation(TypedDict):
+    """A new federation: the folder of its root CA, its fingerprint, the kits by holder, and how sites are connected."""
+
+    federation: str
+    root: str
+    fingerprint: str
+    kits: dict[str, str]
+    server: NotRequired[str]
+    folder: NotRequired[str]
+
+
 def provision_federation(
     folder: Path,
     *,
@@ -53,7 +64,7 @@ def provision_federation(
     server: str | None = None,
     shared_folder: str | None = None,
     sites: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> _ProvisionedFederation:
     """Provision a federation: its root CA, the kit of the server (if there is one) and that of the coordinator.
 
     Args:
@@ -76,8 +87,9 @@ def provision_federation(
     root = build_root_certificate(root_key, federation)
     _write_secret(folder / "root" / "root.key", root_key)
     write_text(folder / "root" / "rootCA.pem", root)
-    address_entry = {"server": f"{bracket_ipv6(host)}:{port}"} if server else {"folder": shared_folder}
-    write_json(folder / "root" / "federation.json", {"federation": federation, **address_entry})
+    address = f"{bracket_ipv6(host)}:{port}" if server else str(shared_folder)
+    address_key: Literal["server", "folder"] = "server" if server else "folder"
+    write_json(folder / "root" / "federation.json", {"federation": federation, address_key: address})
     members: list[tuple[str, Role]] = [(COORDINATOR, "coordinator"), *[(site, "hospital") for site in sites]]
     if server:
         members.insert(0, (SERVER, "server"))
@@ -85,13 +97,14 @@ def provision_federation(
         request = create_request(folder / name, name=name, organization=federation, role=role)
         certificate = approve_request(Path(request["file"]), folder, request["fingerprint"])
         install_certificate(Path(certificate["file"]), folder / name, certificate["root_fingerprint"])
-    return {
+    document: _ProvisionedFederation = {
         "federation": federation,
         "root": str(folder / "root"),
         "fingerprint": key_fingerprint(root),
         "kits": {name: str(folder / name) for name, _ in members},
-        **address_entry,
     }
+    document[address_key] = address
+    return document
 
 
 class _CertificateRequest(TypedDict):
@@ -155,9 +168,31 @@ def _next_key_file(key: Path) -> Path:
     return key.with_suffix(".next.key")
 
 
+class _ApprovedRequest(TypedDict):
+    """An issued certificate.
+
+    Attributes:
+        fingerprint, root_fingerprint: of the holder's key and of the root CA's.
+        file: to send back.
+        renewed: whether the name had a certificate before.
+        until: the last day.
+        withdrew: the revocation of the name's previous key, if any.
+    """
+
+    name: str
+    role: Role
+    organization: str
+    fingerprint: str
+    file: str
+    root_fingerprint: str
+    renewed: bool
+    until: str
+    withdrew: RevocationResult | None
+
+
 def approve_request(
     file: Path, folder: Path, expected: str | None = None, *, unchecked: bool = False
-) -> dict[str, Any]:
+) -> _ApprovedRequest:
     """Sign a request with the root CA in a provisioned folder, and write the certificate beside it.
 
     If a name gets another key, its previous one is revoked.
@@ -189,21 +224,23 @@ def approve_request(
     _refuse_taken_name(root, document, name, compared=bool(expected))
     hosts = (_parse_server_address(federation["server"])[0], name) if role == "server" else ()
     certificate = issue_certificate(text, root.key, root.trust_pem, role=role, hosts=hosts)
-    line = {"name": name, "role": role, "organization": organization}
-    has_revoked, until = (
-        root.record_certificate(certificate, line),
-        verify_certificate(certificate, root.trust_pem).until,
-    )
-    target, revocations_pem = (file.parent / f"certificate-{name}.json", parse_revocation_list(root.trust_pem).text)
+    line: dict[str, str] = {"name": name, "role": role, "organization": organization}
+    has_revoked = root.record_certificate(certificate, line)
+    until = verify_certificate(certificate, root.trust_pem).until
+    target, revocations_pem = file.parent / f"certificate-{name}.json", parse_revocation_list(root.trust_pem).text
     payload = {"format": _CERTIFICATE_FORMAT, "version": 1, "certificate": certificate, "root": root.certificate}
     write_json(target, payload | line | {"withdrawn": revocations_pem} | federation)
-    fingerprints = {
+    return {
+        "name": name,
+        "role": role,
+        "organization": organization,
         "fingerprint": request_fingerprint,
         "file": str(target),
         "root_fingerprint": key_fingerprint(root.certificate),
+        "renewed": previous_key is not None and previous_key not in revoked_keys,
+        "until": until.date().isoformat(),
+        "withdrew": distribute_revocations(folder) if has_revoked else None,
     }
-    term = {"renewed": previous_key is not None and previous_key not in revoked_keys, "until": until.date().isoformat()}
-    return line | fingerprints | term | {"withdrew": distribute_revocations(folder) if has_revoked else None}
 
 
 class _CompletedKit(KitDocument):
@@ -272,7 +309,7 @@ def fingerprint_line(owner: str, fingerprint_text: str) -> TextLine:
     return TextLine(f"  fingerprint of {owner}: {fingerprint_text}")
 
 
-def provision_lines(document: dict[str, Any]) -> Lines:
+def provision_lines(document: _ProvisionedFederation) -> Lines:
     """Report a provisioned federation, and the next step."""
     yield TextLine(f"federation {document['federation']} provisioned; to be read out to hospitals:")
     yield fingerprint_line("the root CA", document["fingerprint"])
@@ -288,7 +325,7 @@ def request_lines(document: _CertificateRequest) -> Lines:
     yield fingerprint_line("the request", document["fingerprint"])
 
 
-def approval_lines(document: dict[str, Any]) -> Lines:
+def approval_lines(document: _ApprovedRequest) -> Lines:
     """Report an approval, and what to send back."""
     status = (
         f"renewed until {document['until']}" if document["renewed"] else f"{document['role']} of the federation now"
@@ -311,7 +348,7 @@ def kit_lines(document: _CompletedKit) -> Lines:
     yield TextLine(f"next: wsi-fl federation check {document['kit']}")
 
 
-def _load_document(file: Path, expected_format: str) -> tuple[dict[str, Any], Role]:
+def _load_document(file: Path, expected_format: str) -> tuple[Mapping[str, Any], Role]:
     """Return the content of a file of this format, and the role it is about."""
     try:
         document = read_json(file)
@@ -324,7 +361,7 @@ def _load_document(file: Path, expected_format: str) -> tuple[dict[str, Any], Ro
     return document, role
 
 
-def _refuse_taken_name(root: RootCA, document: dict[str, Any], name: str, *, compared: bool) -> None:
+def _refuse_taken_name(root: RootCA, document: Mapping[str, Any], name: str, *, compared: bool) -> None:
     """Refuse a name that belongs to another key, unless that key signed the request; the same key may ask again.
 
     A name whose keys were all revoked needs a compared fingerprint.
@@ -342,7 +379,7 @@ def _refuse_taken_name(root: RootCA, document: dict[str, Any], name: str, *, com
         )
 
 
-def _vouching_key(root: RootCA, document: dict[str, Any], name: str) -> str:
+def _vouching_key(root: RootCA, document: Mapping[str, Any], name: str) -> str:
     """Return the fingerprint of the key that endorsed a request in the name of its holder; "" if none did."""
     endorsement, text = document.get("renews") or {}, str(document["request"])
     try:

@@ -13,18 +13,20 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.federation.documents import SiteName
+from wsi_fl.hospitals.faults import mark_fault
+from wsi_fl.hospitals.plans import installed_code
 from wsi_fl.hospitals.plans.preapproval import find_end_reason, list_codes
 from wsi_fl.hospitals.plans.preapproval_check import admit_plan
 from wsi_fl.hospitals.plans.signed_plan import (
     FederationPlan,
     approval_time,
-    check_code_version,
     check_revoked,
     check_site_terms,
-    code_digest,
     load_approved_plan,
 )
-from wsi_fl.hospitals.transports.secure_comm import SecureComm, SitePresence, Transport
+from wsi_fl.hospitals.transports.presence import SitePresence
+from wsi_fl.hospitals.transports.secure_comm import SecureComm
+from wsi_fl.hospitals.transports.transport import Transport
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.certificates import parse_revocation_list as listed
 from wsi_fl.hospitals.work.job_replies import ReachabilityReply
@@ -76,69 +78,96 @@ def take_part(
             revoked.
         UsageError: when no plan was signed, another one is requested, or wsi-fl differs from the plan's.
     """
-    is_last = resume == LAST
     with _disclose_errors():
         signed_plan, approved = _load_agreed_plan(study, identity, plan, received_plan)
         if resume is None:
             _refuse_second_run(study, signed_plan, approved, identity.name)
-        run = None if resume is None or is_last else _find_requested_run(study, resume)
-    min_sites = signed_plan.pipeline().train.min_sites
-    request = RunRequest(
-        signed_plan.name,
-        run,
-        is_last,
-        without,
-        may_begin_without=min_sites is not None,
-        agreement=signed_plan.digest,
-        approved=approved,
-        parameters=signed_plan.parameters,
-    )
-    context = RunContext.create(study, signed_plan.pipeline(), signed_plan.method)
-    if run is not None:
-        resumed_context, finished = open_run(study, request)
-        with _disclose_errors():
-            require_same(resumed_context, context, signed_plan.digest)
-        if finished is not None:
-            print_message(f"{finished['run']} has finished already; nothing is sent again")
-            return finished
-        context = resumed_context
-    check_run(context, "mpi", stores=False)
-    if context.uses_files and not context.find_site(identity.name).is_receiver:
-        with _disclose_errors():
-            load_local_statistics(context, identity.name)
-    if run is not None:
-        note_participants(context, request)
-        running = context.running
-    else:
-        if unknown := sorted(set(without) - set(context.names)):
-            raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(context.names)}")
-        left_out = without if is_last or min_sites else ()
-        running = tuple(k for k, name in enumerate(context.names) if name not in left_out)
-    if min_sites is not None and len(running) < min_sites:
-        raise ReportableError(f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}")
+        run = None if resume is None or resume == LAST else _find_requested_run(study, resume)
+    request = _make_request(signed_plan, approved, run, without, resumes_last=resume == LAST)
+    context, finished = _open_context(study, signed_plan, request, identity.name)
+    if finished is not None:
+        print_message(f"{finished['run']} has finished already; nothing is sent again")
+        return finished
+    running = _list_running(context, request)
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
     presence = presence or SitePresence(identity, signed_plan.sites)
+    timeout_s = context.pipeline.comm.timeout_s
     comm = _open_comm(
         study,
         identity,
         signed_plan,
         running,
         transport,
-        context.pipeline.comm.timeout_s,
+        timeout_s,
         approved=approved,
         on_wait=on_wait,
         presence=presence,
         load_revoked=load_revoked,
     )
     if presence.min_sites is not None:
-        dropped_out = [name for k, name in enumerate(signed_plan.sites) if k not in comm.running]
-        reasons = {name: presence.reasons.get(name, "gone, as other sites say") for name in dropped_out}
-        request = replace(request, without=dropped_out, reasons=reasons)
+        request = _exclude_dropouts(request, comm, presence)
     try:
         return ranks.take_part(context, comm, request)
     finally:
         comm.close()
+
+
+def _make_request(
+    signed_plan: FederationPlan, approved: str, run: RunFolder | None, without: Sequence[str], *, resumes_last: bool
+) -> RunRequest:
+    return RunRequest(
+        signed_plan.name,
+        run,
+        resumes_last,
+        without,
+        may_begin_without=signed_plan.pipeline().train.min_sites is not None,
+        agreement=signed_plan.digest,
+        approved=approved,
+        parameters=signed_plan.parameters,
+    )
+
+
+def _open_context(
+    study: Study, signed_plan: FederationPlan, request: RunRequest, site: str
+) -> tuple[RunContext, Summary | None]:
+    """Return the context of a plan's run after its checks at a site, and the summary if the run has finished."""
+    context = RunContext.create(study, signed_plan.pipeline(), signed_plan.method)
+    if request.run is not None:
+        resumed_context, finished = open_run(study, request)
+        with _disclose_errors():
+            require_same(resumed_context, context, signed_plan.digest)
+        if finished is not None:
+            return resumed_context, finished
+        context = resumed_context
+    check_run(context, "mpi", stores=False)
+    if context.uses_files and not context.find_site(site).is_receiver:
+        with _disclose_errors():
+            load_local_statistics(context, site)
+    return context, None
+
+
+def _list_running(context: RunContext, request: RunRequest) -> tuple[int, ...]:
+    """Return the indices of the sites that take part; ReportableError if they are fewer than the plan needs."""
+    min_sites = context.pipeline.train.min_sites
+    if request.run is not None:
+        note_participants(context, request)
+        running = context.running
+    else:
+        if unknown := sorted(set(request.without) - set(context.names)):
+            raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(context.names)}")
+        left_out = request.without if request.resumes_last or min_sites else ()
+        running = tuple(k for k, name in enumerate(context.names) if name not in left_out)
+    if min_sites is not None and len(running) < min_sites:
+        raise ReportableError(f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}")
+    return running
+
+
+def _exclude_dropouts(request: RunRequest, comm: SecureComm, presence: SitePresence) -> RunRequest:
+    """Return a request without the sites that the session left out, with the reasons that are known here."""
+    dropped_out = [name for k, name in enumerate(presence.names) if k not in comm.running]
+    reasons = {name: presence.reasons.get(name, "gone, as other sites say") for name in dropped_out}
+    return replace(request, without=dropped_out, reasons=reasons)
 
 
 def public_summary(study: Study, site: str, summary: Summary) -> Mapping[str, object]:
@@ -200,10 +229,11 @@ def _find_requested_run(study: Study, requested: str) -> RunFolder:
 def _refuse_second_run(study: Study, plan: FederationPlan, approved: str, site: str) -> None:
     """Refuse a further run of a plan that was approved for one: each run costs its ε and discloses again."""
     if (run := find_begun_run(study, plan.digest, approved, site)) is not None:
-        raise UsageError(
+        text = (
             f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
             f"`federation submit --resume last`, or let {site} approve the plan again, which spends its ε once more"
         )
+        raise mark_fault(UsageError(text), "second_run", site)
 
 
 def _open_comm(
@@ -240,7 +270,7 @@ def _open_comm(
         transport,
         timeout_s,
         version=__version__,
-        code=code_digest(),
+        code=installed_code.code_digest(signed_plan.method),
         plan=signed_plan.digest,
         most_bytes=signed_plan.most_bytes,
         keys=signed_plan.keys,
@@ -262,10 +292,9 @@ def _load_agreed_plan(
     if approved != approval_time(study, site):
         raise UsageError(f"site {site} approved another plan just now; nothing was begun, so ask again")
     if requested is not None and requested != signed_plan.digest:
-        raise UsageError(
-            f"site {site} signed plan {signed_plan.digest[:8]}, but this job is plan {requested[:8]}; nothing was begun"
-        )
+        text = f"site {site} signed plan {signed_plan.digest[:8]}, but this job is plan {requested[:8]}"
+        raise mark_fault(UsageError(f"{text}; nothing was begun"), "unsigned", site)
     local_terms = next(terms for terms in signed_plan.document["sites"] if terms["name"] == site)
     check_site_terms(local_terms, study.load_site(site))
-    check_code_version(signed_plan, site, list_codes(study, identity))
+    installed_code.check_code_version(signed_plan, site, list_codes(study, identity))
     return signed_plan, approved

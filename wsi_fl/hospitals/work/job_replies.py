@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.data.cross_site_counts import N_BINS, CrossSiteCounts
 from wsi_fl.federation.documents import Amount, PrintableText, ProtocolError, SiteName, decode_document
+from wsi_fl.hospitals.faults import NO_FAULT, Fault, FaultCode
 from wsi_fl.stages.training.summary import Summary
 from wsi_fl.types import make_printable
 
@@ -27,9 +29,11 @@ class _ReadyReply(TypedDict):
 
 
 class _FailureReply(TypedDict):
-    """Why a hospital did not do its job."""
+    """Why a hospital did not do its job: in words, as a code, and the hospital that is concerned, "" for none."""
 
     error: PrintableText
+    code: FaultCode
+    site: Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$", max_length=200)]
 
 
 class ReachabilityReply(TypedDict):
@@ -46,21 +50,28 @@ class _RunReply(Summary):
     scores: CrossSiteCounts | None
 
 
-_REPLY_TYPES: dict[str, Any] = {"ready": _ReadyReply, "check": ReachabilityReply, "work": _RunReply}
+Reply = Mapping[str, Any]
+"""A validated document: that of the job, or a `_FailureReply`."""
+_REPLY_TYPES: Mapping[str, Any] = {"ready": _ReadyReply, "check": ReachabilityReply, "work": _RunReply}
 
 
-def failure_reply(text: str) -> _FailureReply:
+def failure_reply(text: str, fault: Fault = NO_FAULT) -> _FailureReply:
     """Return a failure document with its reason: one printable line of at most 1000 characters."""
-    return {"error": make_printable(" ".join(text.split()))[:_MAX_ERROR_CHARS]}
+    return {"error": make_printable(" ".join(text.split()))[:_MAX_ERROR_CHARS], "code": fault.code, "site": fault.site}
 
 
-def parse_reply(text: str, site: str, job_kind: str) -> dict[str, Any]:
+def parse_failure(text: str, site: str) -> _FailureReply:
+    """Return a hospital's failure document after validation; ProtocolError, with the hospital's name, otherwise."""
+    return decode_document(text.encode(errors="surrogatepass"), _FailureReply, site)
+
+
+def parse_reply(text: str, site: str, job_kind: str) -> Reply:
     """Return a hospital's JSON reply after validation; ProtocolError, with the hospital's name, otherwise.
 
     Args:
         job_kind: the kind of job: "ready", "check" or "work".
     """
-    reply: dict[str, Any] = decode_document(
+    reply: Reply = decode_document(
         text.encode(errors="surrogatepass"), _REPLY_TYPES[job_kind], site, max_values=_MAX_VALUES
     )
     if reply.get("scores") is not None and not _is_complete(reply["scores"]):
@@ -68,7 +79,7 @@ def parse_reply(text: str, site: str, job_kind: str) -> dict[str, Any]:
     return reply
 
 
-def validate_replies(replies: Any, sites: Sequence[str], job_kind: str) -> dict[str, Any]:
+def validate_replies(replies: Any, sites: Sequence[str], job_kind: str) -> dict[str, Reply]:
     """Return the replies that the server passed on, by hospital, or ProtocolError; failures alone if any hospital
     failed.
 
@@ -82,7 +93,7 @@ def validate_replies(replies: Any, sites: Sequence[str], job_kind: str) -> dict[
     texts = {site: json.dumps(reply) for site, reply in replies.items() if reply != {}}
     failures = [site for site in texts if isinstance(replies[site], Mapping) and "error" in replies[site]]
     if failures:
-        return {site: decode_document(texts[site].encode(), _FailureReply, site) for site in failures}
+        return {site: parse_failure(texts[site], site) for site in failures}
     return {site: parse_reply(text, site, job_kind) for site, text in texts.items()}
 
 

@@ -15,9 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import date, datetime
-from functools import lru_cache
+from datetime import datetime
 from logging.handlers import RotatingFileHandler
+from math import inf
 from pathlib import Path
 
 from wsi_fl.hospitals.flare.flare_files import (
@@ -33,11 +33,12 @@ from wsi_fl.hospitals.plans.preapproval_check import admit_plan
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, load_approved_plan
 from wsi_fl.hospitals.transports.folder_transport import FolderTransport
 from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
-from wsi_fl.hospitals.transports.secure_comm import SitePresence, SiteReturned, SitesDroppedOut
+from wsi_fl.hospitals.transports.presence import SitePresence, SiteReturned, SitesDroppedOut
 from wsi_fl.hospitals.trust.certificates import Identity
-from wsi_fl.hospitals.trust.kit import Kit, find_likely_reason, server_address
+from wsi_fl.hospitals.trust.kit import Kit, find_failed_step, server_address
 from wsi_fl.hospitals.trust.root_ca import sync_revocation_list
 from wsi_fl.hospitals.work.client import LAST, take_part
+from wsi_fl.hospitals.work.repeat import refuse_after, repeat_until_done
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.training.resume import find_summary
 from wsi_fl.stages.training.summary import Summary
@@ -214,9 +215,9 @@ def _wait_until(is_done: Callable[[], bool], process: subprocess.Popen[bytes], k
     while not is_done():
         if (has_ended := process.poll() is not None) or time.monotonic() > deadline:
             problem = "its process ended" if has_ended else f"it is not registered after {_REGISTER_S:.0f} s"
-            reason = find_likely_reason(kit) if kit.role == "hospital" else ""
-            explanation = reason or f"no reason was found; the end of {kit.path / 'console.txt'} may say more"
-            raise WsiFlError(f"{kit.name}: {problem}: {explanation}")
+            step = find_failed_step(kit) if kit.role == "hospital" else None
+            explanation = f"no reason was found; the end of {kit.path / 'console.txt'} may say more"
+            raise WsiFlError(f"{kit.name}: {problem}: {step.said if step else explanation}")
         time.sleep(_POLL_S)
 
 
@@ -286,7 +287,7 @@ def take_part_by_folder(study: Study, kit: Kit, *, folder: str | None = None, wi
     busy = f"site {identity.name}: another process of this study takes part already; wait for it"
     with file_lock(study.root / "federation" / f".{identity.name}.lock", busy), kit.lock_kit():
         _rotate_log(study.runs_path / f"{identity.name}.log")
-        return _take_part_until_done(study, kit, plan, transport, address, without)
+        return _FolderWork(study, kit, plan, transport, address, without).run_to_end()
 
 
 def _admit_shared_plan(study: Study, identity: Identity, address: str) -> None:
@@ -303,60 +304,84 @@ def _admit_shared_plan(study: Study, identity: Identity, address: str) -> None:
     admit_plan(study, identity, FederationPlan.parse_text(text, f"{_SHARED_PLAN} of the shared folder"))
 
 
-def _take_part_until_done(
-    study: Study, kit: Kit, plan: FederationPlan, transport: FolderTransport, address: str, without: Sequence[str]
-) -> Summary:
-    """Take part, and resume whenever a peer does."""
-    identity, train = kit.load_identity(), plan.pipeline().train
-    tolerates_dropout, peers = train.min_sites is not None, set(plan.sites) - {identity.name, *without}
-    presence = SitePresence(identity, plan.sites, None if without else train.min_sites)
-    finished = find_summary(study, plan.digest, plan.sites, without, skip_lost=tolerates_dropout)
-    reported = {""}
+class _FolderWork:
+    """A hospital's part in a plan over a folder; it resumes whenever a peer does."""
 
-    def handle_wait() -> None:
-        if train.deadline and date.today().isoformat() > train.deadline:
-            raise ReportableError(f"this plan was good until {train.deadline} (train.deadline); nothing more is sent")
-        if (trouble := transport.trouble) not in reported:
-            reported.add(trouble)
-            print_message(f"  {trouble}; it is tried again", "yellow")
-        if finished is not None and not peers & transport.waiting():
-            raise _NoPeerWaits
+    def __init__(
+        self,
+        study: Study,
+        kit: Kit,
+        plan: FederationPlan,
+        transport: FolderTransport,
+        address: str,
+        without: Sequence[str],
+    ) -> None:
+        train = plan.pipeline().train
+        self._study, self._kit, self._plan, self._without = study, kit, plan, without
+        self._transport, self._address, self._deadline = transport, address, train.deadline
+        self._peers = set(plan.sites) - {kit.name, *without}
+        self._presence = SitePresence(kit.load_identity(), plan.sites, None if without else train.min_sites)
+        tolerates_dropout = train.min_sites is not None
+        self._finished = find_summary(study, plan.digest, plan.sites, without, skip_lost=tolerates_dropout)
+        self._reported = {""}
+        self._revoked_keys: Mapping[str, datetime] = {}
+        self._synced_s = -inf
 
-    @lru_cache(1)
-    def load_revoked(_beat: int) -> Mapping[str, datetime]:
-        sync_revocation_list(kit, address)
-        return kit.load_revocation_list().keys
+    def run_to_end(self) -> Summary:
+        """Return the summary of the plan's run, at once if it has finished here and no peer waits."""
+        if self._finished is not None and not _has_waiting_peer(self._transport, self._peers):
+            return self._finished
+        print_message(f"  {self._kit.name} takes part in plan {self._plan.digest[:8]} as soon as all others do")
+        return repeat_until_done(self._attempt, self._recover)
 
-    if finished is not None and not _has_waiting_peer(transport, peers):
-        return finished
-    print_message(f"  {identity.name} takes part in plan {plan.digest[:8]} as soon as all others do")
-    while True:
+    def _attempt(self) -> Summary:
         try:
             return take_part(
-                study,
-                kit.load_identity(),
-                transport,
+                self._study,
+                self._kit.load_identity(),
+                self._transport,
                 resume=LAST,
-                without=without,
-                on_wait=handle_wait,
-                presence=presence,
-                load_revoked=lambda: load_revoked(int(time.monotonic() / transport.beat_s)),
+                without=self._without,
+                on_wait=self._handle_wait,
+                presence=self._presence,
+                load_revoked=self._load_revoked,
             )
-        except SiteReturned as return_error:
-            print_message(f"  {return_error}; all resume from their checkpoints")
-        except SitesDroppedOut as news:
-            presence.mark_dropped_out(news.sites, str(news))
-            missing = ", ".join(presence.missing_sites())
-            print_message(f"  {news}; {f'waiting for {missing}' if missing else 'the others go on'}", "yellow")
+        except (SiteReturned, SitesDroppedOut):
+            raise
         except ReportableError as refusal:
-            if finished is None:
+            if self._finished is None:
                 raise
             if not isinstance(refusal, _NoPeerWaits):
                 print_message(f"  {refusal}; the run has finished here", "yellow")
-            return finished
+            return self._finished
         finally:
-            transport.close()
-        sync_revocation_list(kit, address)
+            self._transport.close()
+
+    def _recover(self, error: WsiFlError) -> None:
+        if isinstance(error, SitesDroppedOut):
+            self._presence.mark_dropped_out(error.sites, str(error))
+            missing = ", ".join(self._presence.missing_sites())
+            print_message(f"  {error}; {f'waiting for {missing}' if missing else 'the others go on'}", "yellow")
+        elif isinstance(error, SiteReturned):
+            print_message(f"  {error}; all resume from their checkpoints")
+        else:
+            raise error
+        sync_revocation_list(self._kit, self._address)
+
+    def _handle_wait(self) -> None:
+        refuse_after(self._deadline)
+        if (trouble := self._transport.trouble) not in self._reported:
+            self._reported.add(trouble)
+            print_message(f"  {trouble}; it is tried again", "yellow")
+        if self._finished is not None and not self._peers & self._transport.waiting():
+            raise _NoPeerWaits
+
+    def _load_revoked(self) -> Mapping[str, datetime]:
+        """Return the revoked keys; the folder is asked once in the time between two signs of life."""
+        if (now_s := time.monotonic()) - self._synced_s >= self._transport.beat_s:
+            sync_revocation_list(self._kit, self._address)
+            self._revoked_keys, self._synced_s = self._kit.load_revocation_list().keys, now_s
+        return self._revoked_keys
 
 
 def _has_waiting_peer(transport: FolderTransport, peers: set[str]) -> bool:

@@ -2,8 +2,8 @@
 
 It is beside the hospital's ledger, `ledgers/<site>.lots`: studies that share a ledger are on the same patients, and
 draw alike. It is made once, of the operating system's entropy, and never leaves the site. After its loss other patients
-are drawn, and a run that began with it is refused; it is part of `federation backup`. A simulated site has none: its
-draw follows from `train.seed`.
+are drawn, and a run that began with it is refused, so a backup must hold it. A simulated site has none: its draw
+follows from `train.seed`.
 """
 
 from __future__ import annotations

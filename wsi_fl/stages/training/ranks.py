@@ -40,7 +40,7 @@ from wsi_fl.stages.training.summary import Summary, SummaryRow, build_row, build
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, UsageError, WsiFlError
+from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, SiteFailed, UsageError, WsiFlError
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> Summary:
@@ -206,7 +206,7 @@ def _run_guarded(
             sys.stderr.flush()
         comm.abort(2 if kind is UsageError else 1)
         if real:  # its text is for others
-            kind = NoCommonPlan if kind is UsageError else ReportableError
+            kind = NoCommonPlan if kind is UsageError else ReportableError if is_public else SiteFailed
         raise kind(text) from None
 
 

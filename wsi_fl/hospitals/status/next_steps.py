@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import tomllib
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from wsi_fl.data.cross_site_counts import CrossSiteCounts
+from wsi_fl.hospitals.faults import NO_FAULT, Fault, FaultCode
 from wsi_fl.hospitals.flare.flare_files import COORDINATOR
 from wsi_fl.hospitals.trust.certificates import Role
 from wsi_fl.hospitals.trust.kit import RENEWAL_DAYS
@@ -28,11 +27,10 @@ class FederationMember:
         withdrawn_on: when it was revoked instead.
         signed: whether it signed the plan.
         withdrawn: whether the key in the plan was revoked.
-        connected, since: whether a process of its own takes part, and since when; over a folder that is unknown of a
-            process without a message.
+        connected: whether a process of its own takes part; over a folder that is unknown of a process without a
+            message.
         round, heard: the last that it began or finished, and when it last wrote a message or a line of its log.
         spent, budget: ε of everything that it ever released, and its max_epsilon.
-        labels: classes that it has examples of.
     """
 
     name: str
@@ -43,12 +41,17 @@ class FederationMember:
     signed: bool | None = None
     withdrawn: bool | None = None
     connected: bool | None = None
-    since: datetime | None = None
     round: int | None = None
     heard: datetime | None = None
     spent: float | None = None
     budget: float | None = None
-    labels: tuple[str, ...] | None = None
+
+
+class Trouble(NamedTuple):
+    """A failure, in words and by its kind."""
+
+    text: str
+    fault: Fault = NO_FAULT
 
 
 @dataclass
@@ -59,16 +62,16 @@ class FederationState:
         me: the holder of the kit.
         over: the connection between the hospitals.
         plan, sha256, sites, method, rounds, patience_s: the newest plan: its file, and its content.
-        job, running, reason: the newest job of the plan, whether it runs, and why it failed.
-        run, report, scores: the finished run of the plan, its page, and the counts that hospitals disclosed.
-        kit, study: their paths, as commands name them.
-        trouble: failures while this was collected, a line each.
+        job, running, failure: the newest job of the plan, whether it runs, and why it failed.
+        run, report: the finished run of the plan, and its page.
+        kit, study: their paths, as commands name them; study "" if none was found.
+        troubles: failures while this was collected.
     """
 
     members: dict[str, FederationMember]
-    now: datetime = field(default_factory=lambda: datetime.now(UTC))
+    moment: datetime = field(default_factory=lambda: datetime.now(UTC))
     me: str = ""
-    over: Literal["server", "folder", ""] = ""
+    over: Literal["server", "folder"] = "server"
     plan: str = ""
     sha256: str = ""
     sites: tuple[str, ...] = ()
@@ -77,13 +80,12 @@ class FederationState:
     patience_s: float = 0.0
     job: str = ""
     running: bool = False
-    reason: str = ""
+    failure: Trouble | None = None
     run: str = ""
     report: str = ""
-    scores: CrossSiteCounts | None = None
     kit: str = "KIT"
     study: str = "."
-    trouble: list[str] = field(default_factory=list)
+    troubles: list[Trouble] = field(default_factory=list)
 
     def note_member(self, name: str, **values: Any) -> None:
         """Record values of a member; None changes nothing, and unknown names are ignored."""
@@ -92,7 +94,7 @@ class FederationState:
             self.members[name] = replace(self.members[name], **known_values)
 
 
-class NextStep(NamedTuple):
+class _NextStep(NamedTuple):
     """Somebody's next step; `command` is "" if no command of wsi-fl does it."""
 
     who: str
@@ -101,54 +103,51 @@ class NextStep(NamedTuple):
 
 
 _REMEDY_TEXTS = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text("utf-8"))
-_COMMANDS: dict[str, str] = _REMEDY_TEXTS["command"]
+COMMANDS: dict[str, str] = _REMEDY_TEXTS["command"]
 """Commands with places for known values."""
-_REMEDIES = [
-    (remedy["problem"].replace(_SITE_PLACEHOLDER, r"(?P<site>[\w.-]+)"), [NextStep(*step) for step in remedy["steps"]])
-    for remedy in _REMEDY_TEXTS["remedy"]
-]
-"""(problem, steps) of each known problem."""
+REMEDIES: dict[FaultCode, list[list[str]]] = _REMEDY_TEXTS["remedy"]
+"""The steps (who, what, command) of each kind of failure."""
 
 
-def next_steps(facts: FederationState) -> list[NextStep]:
+def next_steps(facts: FederationState) -> list[_NextStep]:
     """Return the next steps, the most pressing first, each once; unknown values need no step."""
     return list(dict.fromkeys(_find_steps(facts)))
 
 
-def _find_steps(facts: FederationState) -> Iterator[NextStep]:
+def _find_steps(facts: FederationState) -> Iterator[_NextStep]:
     if facts.run:
         done = _fill_step(facts, facts.me, "done: make the report", "report")
-        yield NextStep(facts.me, f"done: open {facts.report}") if facts.report else done
-    for line in facts.trouble:
-        yield from _remedy_steps(facts, line)
+        yield _NextStep(facts.me, f"done: open {facts.report}") if facts.report else done
+    for trouble in facts.troubles:
+        yield from _remedy_steps(facts, trouble)
     for member in facts.members.values():
         yield from _renewal_steps(facts, member)
-    if not facts.me:
-        yield NextStep("", "give --kit too: without it nothing is known of signatures, server and folder")
+    if not facts.study:
+        yield _NextStep("", "give --study DIR too: without it nothing is known of the plan")
     elif not facts.plan:
         yield _fill_step(facts, COORDINATOR, "make the plan, and send it to every hospital", "plan")
     elif facts.running:
-        yield NextStep(_ALL_MEMBERS, "wait: the hospitals work")
+        yield _NextStep(_ALL_MEMBERS, "wait: the hospitals work")
     elif not facts.run:
         yield from _steps_before_run(facts)
-    elif facts.reason:  # a further run was tried
-        yield from _remedy_steps(facts, facts.reason)
+    elif facts.failure:  # a further run was tried
+        yield from _remedy_steps(facts, facts.failure)
 
 
-def _steps_before_run(facts: FederationState) -> Iterator[NextStep]:
+def _steps_before_run(facts: FederationState) -> Iterator[_NextStep]:
     """Yield the missing steps before a run of the plan can begin, or go on."""
     hospitals = [facts.members[name] for name in facts.sites]
     missing = [step for hospital in hospitals for step in _hospital_steps(facts, hospital)]
     yield from missing
-    if facts.reason:
-        yield from _remedy_steps(facts, facts.reason)
+    if facts.failure:
+        yield from _remedy_steps(facts, facts.failure)
     elif facts.over == "server" and not missing:
         ready = all(hospital.signed and hospital.connected for hospital in hospitals)
         text = "all have signed: submit" if ready else "submit, once all have signed and started"
         yield _fill_step(facts, COORDINATOR, text, "submit")
 
 
-def _hospital_steps(facts: FederationState, member: FederationMember) -> Iterator[NextStep]:
+def _hospital_steps(facts: FederationState, member: FederationMember) -> Iterator[_NextStep]:
     waited_for = member.heard if facts.over == "folder" else None  # a server detects dropouts itself
     if member.withdrawn:
         text = f"the key of {member.name} was withdrawn: make a plan without it, or with its new key"
@@ -157,19 +156,16 @@ def _hospital_steps(facts: FederationState, member: FederationMember) -> Iterato
         yield _fill_step(facts, member.name, "sign the plan, and send the approval to the coordinator", "approve")
     elif member.connected is False:
         yield _fill_step(facts, member.name, "not connected: start", "start")
-    elif waited_for and (facts.now - waited_for).total_seconds() > facts.patience_s:
+    elif waited_for and (facts.moment - waited_for).total_seconds() > facts.patience_s:
         yield _fill_step(facts, member.name, f"silent since {waited_for:%Y-%m-%d %H:%M}: start again", "start")
     elif member.connected is None and facts.over == "folder":
         yield _fill_step(facts, member.name, "if it has not run yet", "start")
 
 
-def _renewal_steps(facts: FederationState, member: FederationMember) -> Iterator[NextStep]:
-    if (
-        member.withdrawn
-        or member.withdrawn_on
-        or member.until is None
-        or (days := (member.until - facts.now).days) >= RENEWAL_DAYS
-    ):
+def _renewal_steps(facts: FederationState, member: FederationMember) -> Iterator[_NextStep]:
+    if member.withdrawn or member.withdrawn_on or member.until is None:
+        return
+    if (days := (member.until - facts.moment).days) >= RENEWAL_DAYS:
         return
     when = f"ends in {days} days" if days >= 0 else f"ended on {member.until:%Y-%m-%d}"
     renew = f"the certificate of {member.name} {when}: approve its request again, send it back"
@@ -177,18 +173,16 @@ def _renewal_steps(facts: FederationState, member: FederationMember) -> Iterator
     yield _fill_step(facts, member.name, "put the new certificate into the kit", "join")
 
 
-def _remedy_steps(facts: FederationState, line: str) -> Iterator[NextStep]:
-    """Yield the steps for a problem; an unknown one is shown as it is."""
-    for problem, steps in _REMEDIES:
-        if match := re.search(problem, line):
-            site = match.groupdict().get("site") or facts.me
-            for who, text, command in steps:
-                yield _fill_step(facts, site if who == _SITE_PLACEHOLDER else who, text, command, site)
-            return
-    yield NextStep(facts.me, line)
+def _remedy_steps(facts: FederationState, trouble: Trouble) -> Iterator[_NextStep]:
+    """Yield the steps for a failure; one of no known kind is shown as it is."""
+    site = trouble.fault.site or facts.me
+    for who, text, command in REMEDIES.get(trouble.fault.code, ()):
+        yield _fill_step(facts, site if who == _SITE_PLACEHOLDER else who, text, command, site)
+    if trouble.fault.code not in REMEDIES:
+        yield _NextStep(facts.me, trouble.text)
 
 
-def _fill_step(facts: FederationState, who: str, text: str, command: str, site: str = "") -> NextStep:
+def _fill_step(facts: FederationState, who: str, text: str, command: str, site: str = "") -> _NextStep:
     """Return a step with known values in its places: paths for this place, words in capitals for others."""
     if facts.over == "folder" and command in ("submit", "resume"):  # there every hospital resumes by itself
         who, text, command = _ALL_MEMBERS, "start; to start again is always right", "start"
@@ -203,4 +197,4 @@ def _fill_step(facts: FederationState, who: str, text: str, command: str, site: 
         "site": site or who,
     }
     quoted = {name: shlex.quote(value) for name, value in places.items()}
-    return NextStep(who, text.format(**places), _COMMANDS[command].format(**quoted) if command else "")
+    return _NextStep(who, text.format(**places), COMMANDS[command].format(**quoted) if command else "")

@@ -1,4 +1,4 @@
-"""The dashboard of a federation: status of every site, next steps, and a remedy for each known problem."""
+"""The status of a federation: who is there, next steps, and a remedy for each kind of failure."""
 
 import json
 import re
@@ -7,37 +7,43 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import get_args
 
 import pytest
-from browser import CHROMIUM, browser
-from conftest import REAL, larger_study, make_study, refused
+from conftest import REAL, larger_study, make_study
 from hospitals import one_installation  # noqa: F401
-from test_dossier import words_of
-from test_error_advice import PACKAGE, _parses, _texts, ast
+from test_error_advice import _parses
 from test_federation_plan import made
-from test_report import Document
 from test_submit import checks, public_summary, submitting, train
 from typer.testing import CliRunner
 
 from wsi_fl import __version__
 from wsi_fl.cli.main import app
-from wsi_fl.hospitals.dashboard import dashboard_page as looking
-from wsi_fl.hospitals.dashboard.dashboard_page import _collect_state, dashboard_lines, make_dashboard
-from wsi_fl.hospitals.dashboard.next_steps import _COMMANDS, _REMEDIES, FederationMember, FederationState, next_steps
+from wsi_fl.hospitals.faults import Fault, FaultCode, mark_fault
+from wsi_fl.hospitals.plans import installed_code
 from wsi_fl.hospitals.plans.build_plan import make_plan
 from wsi_fl.hospitals.plans.review import review_plan, sign_plan
-from wsi_fl.hospitals.plans.signed_plan import FederationPlan, code_digest
+from wsi_fl.hospitals.plans.signed_plan import FederationPlan
+from wsi_fl.hospitals.status import collect
+from wsi_fl.hospitals.status.collect import collect_state, make_status, status_lines
+from wsi_fl.hospitals.status.next_steps import (
+    COMMANDS,
+    REMEDIES,
+    FederationMember,
+    FederationState,
+    Trouble,
+    next_steps,
+)
 from wsi_fl.hospitals.transports.folder_transport import FolderTransport
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.hospitals.trust.root_ca import RootCA, revoke_site
 from wsi_fl.hospitals.trust.sealed_messages import MessageSealer
+from wsi_fl.hospitals.work.job_log import empty_entry, log_end, log_submission
 from wsi_fl.stages.runtime.console import print_lines
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import append_line
 from wsi_fl.types import WsiFlError
 
-DOCS = Path(__file__).parents[2] / "docs" / "how-to"
 NOW = datetime(2026, 7, 1, 12, tzinfo=UTC)
 YEAR = NOW + timedelta(days=365)
 
@@ -52,7 +58,7 @@ READY = FederationState(
         "C1": hospital("C1"),
         "C2": hospital("C2"),
     },
-    **{"now": NOW, "me": "coordinator", "over": "server", "plan": "plan.json", "sha256": "a" * 64},
+    **{"moment": NOW, "me": "coordinator", "over": "server", "plan": "plan.json", "sha256": "a" * 64},
     **{"sites": ("C1", "C2"), "method": "proxyfl", "rounds": 3, "patience_s": 600.0, "kit": "fed/coordinator"},
 )
 
@@ -80,6 +86,7 @@ START = "wsi-fl federation start KIT --study DIR"
     [
         (READY, f"coordinator: all have signed: submit: {SUBMIT}"),
         (replace(READY, plan=""), f"coordinator: {PLANNING}"),
+        (replace(READY, plan="", study=""), ": give --study DIR too: without it nothing is known of the plan: "),
         (with_c2(signed=False), f"C2: {SIGN}"),
         (with_c2(connected=False), f"C2: not connected: start: {START}"),
         (with_c2(signed=None), f"coordinator: submit, once all have signed and started: {SUBMIT}"),
@@ -89,7 +96,7 @@ START = "wsi-fl federation start KIT --study DIR"
             replace(READY, me="C1", run="runs/00001-proxyfl-a b"),
             "C1: done: make the report: wsi-fl report 'runs/00001-proxyfl-a b'",
         ),
-        (replace(READY, me="C1", over="folder", trouble=["the sky fell"]), "C1: the sky fell: "),
+        (replace(READY, me="C1", over="folder", troubles=[Trouble("the sky fell")]), "C1: the sky fell: "),
         (
             replace(with_c2(signed=False), me="C2", kit="/srv/my kit", plan="federation/plan.json"),
             f"C2: {SIGN.replace('plan.json --kit KIT', OWN)}",
@@ -99,7 +106,6 @@ START = "wsi-fl federation start KIT --study DIR"
             "coordinator: the key of C2 was withdrawn: make a plan without it, or with its new key: "
             "wsi-fl federation plan --method proxyfl --kit FOUNDED",
         ),
-        (replace(READY, me=""), ": give --kit too: without it nothing is known of signatures, server and folder: "),
         (replace(with_c2(connected=None), over="folder"), f"C2: if it has not run yet: {START}"),
         (replace(with_c2(connected=False), over="folder"), f"C2: not connected: start: {START}"),
         (
@@ -124,12 +130,12 @@ def test_renewing_an_expiring_certificate_takes_a_step_of_hospital_and_coordinat
 
 
 def test_a_failed_job_is_shown_with_who_repairs_it_and_how_it_resumes():
-    facts = replace(READY, job="1", reason="site C2 was lost: it fell silent before the others")
+    facts = replace(READY, job="1", failure=Trouble("any words", Fault("lost", "C2")))
     assert steps(facts) == [
         f"C2: start again, unless it runs: {START}",
         f"coordinator: go on from the last common round: {SUBMIT} --resume last",
     ]
-    log, _ = steps(replace(facts, reason="site C2 failed; its own log says why (runs/C2.log)"))
+    log, _ = steps(replace(facts, failure=Trouble("any words", Fault("failed", "C2"))))
     assert log == "C2: look into your own log, runs/C2.log, and fix what it reports: "
     assert steps(replace(facts, over="folder"))[1] == f"everybody: start; to start again is always right: {START}"
 
@@ -142,11 +148,11 @@ def test_a_withdrawn_hospital_is_shown_as_withdrawn_and_has_no_steps(founded, tm
     plan = made(founded[1], tmp_path, "proxyfl", "sites=['S0']")
     study = Study(shutil.copytree(founded[1].root, tmp_path / "study"))
     for names in (["S0", "S1"], plan.sites):
-        facts = _collect_state(study, Kit.open(folder / "kits" / "coordinator"))
-        assert facts.sites == tuple(names)
-        document = looking._build_document(facts)
-        row = next(looking._member_cells(one, 1) for one in document["members"] if one["name"] == "S1")
-        assert row[1] == f"withdrawn {datetime.now(UTC):%Y-%m-%d}"
+        document = make_status(study, Kit.open(folder / "kits" / "coordinator"))
+        assert (document["sha256"] == plan.digest) == ("S1" not in names)
+        (row,) = [one for one in document["members"] if one["name"] == "S1"]
+        assert row["withdrawn_on"].startswith(f"{datetime.now(UTC):%Y-%m-%d}")
+        assert f"withdrawn {datetime.now(UTC):%Y-%m-%d}" in "".join(map(str, status_lines(document)))
         asked = [one for one in document["next"] if "S1" in f"{one['who']} {one['what']}"]
         assert [one["who"] for one in asked] == (["coordinator"] if "S1" in names else [])
         shutil.copy(tmp_path / "plan.json", study.root / "plan.json")
@@ -159,27 +165,11 @@ def test_over_a_folder_a_site_has_timed_out_after_the_waiting_time():
     assert steps(replace(with_c2(heard=NOW - timedelta(seconds=599)), over="folder")) == []
 
 
-NAME = r"(?P<site>[\w.-]+)"
-
-
-def test_every_remedy_matches_a_message_of_the_code():
-    files = [*(PACKAGE / "hospitals").rglob("*.py"), PACKAGE / "stages" / "site" / "privacy_account.py"]
-    trees = [ast.parse(path.read_text("utf-8")) for path in files if path.parent.name != "dashboard"]
-    said = "\n".join(" ".join(text.split()) for tree in trees for _, text in _texts(tree))
-    for problem, _ in _REMEDIES:
-        assert re.search(problem.replace(NAME, "(?:1|S1)"), said), problem
-
-
-def test_every_failure_in_the_docs_has_a_remedy_with_valid_commands():
-    table = (DOCS / "operate-federation.md").read_text("utf-8").split("### Federation")[1].split("\n### ")[0]
-    rows = [row.split("|")[1] for row in table.splitlines() if row.count("|") > 3]
-    lines = [one for row in rows for one in re.findall(r"\*([^*]+)\*", row)]
-    assert len(lines) >= 8
-    for line in lines:
-        assert any(re.search(problem, line) for problem, _ in _REMEDIES), line
-    for command in _COMMANDS.values():
+def test_every_kind_of_failure_has_a_remedy_with_valid_commands():
+    assert set(REMEDIES) == set(get_args(FaultCode)) - {""}
+    for command in COMMANDS.values():
         _parses(command.format(kit="K", study="S", plan="P", method="M", founded="F", site="C1", run="R"))
-    assert {step.command for _, steps in _REMEDIES for step in steps} <= {*_COMMANDS, ""}
+    assert {command for steps in REMEDIES.values() for _, _, command in steps} <= {*COMMANDS, ""}
 
 
 @pytest.fixture(scope="module")
@@ -201,28 +191,26 @@ def kit_of(founded, name):
     return Kit.open(founded[0] / "kits" / name)
 
 
-def dashboard_of(founded, name):
-    return _collect_state(founded[1], kit_of(founded, name))
+def state_of(founded, name):
+    return collect_state(founded[1], kit_of(founded, name))[0]
 
 
 def test_a_hospital_sees_its_own_status_and_unsent_status_stays_unknown(founded):
-    facts = dashboard_of(founded, "S0")
+    facts = state_of(founded, "S0")
     me, other = facts.members["S0"], facts.members["S1"]
     assert (me.signed, me.connected, me.version) == (True, False, __version__)
-    assert (me.spent, me.budget, me.labels) == (0.0, 50.0, ("healthy", "tumor"))
-    assert abs(me.until - facts.now - timedelta(days=730)) < timedelta(hours=1)
-    assert (other.signed, other.version, other.spent, other.labels) == (None, None, None, None)
-    assert facts.trouble == [] and facts.sha256 == founded[2].digest
+    assert (me.spent, me.budget) == (0.0, 50.0)
+    assert abs(me.until - facts.moment - timedelta(days=730)) < timedelta(hours=1)
+    assert (other.signed, other.version, other.spent) == (None, None, None)
+    assert facts.troubles == [] and facts.sha256 == founded[2].digest
 
 
 def test_the_coordinator_sees_who_has_not_signed(founded):
-    facts = dashboard_of(founded, "coordinator")
+    facts = state_of(founded, "coordinator")
     signed = {one.name: one.signed for one in facts.members.values()}
     assert signed == {"coordinator": None, "S0": True, "S1": False}
     asked = [(one.who, one.what.partition(",")[0]) for one in next_steps(facts)]
     assert asked == [("S0", "if it has not run yet"), ("S1", "sign the plan")]
-    board = make_dashboard(founded[1], kit=kit_of(founded, "coordinator").path)
-    assert "connected" in board["unknown"]["the hospital"]
 
 
 @contextmanager
@@ -231,7 +219,7 @@ def send_handshake(founded, plan=None, by="S1"):
     digest, identity = plan or founded[2].digest, kit_of(founded, by).load_identity()
     line, writer = (FolderTransport(str(founded[0] / "share"), "S1", founded[2].digest), MessageSealer(identity))
     said = {"certificate": identity.certificate, "public": writer.public, "time": 1.78e9, "version": "9.9"}
-    hello = writer.write_handshake({**said, "code": code_digest(), "gone": {}}, digest)
+    hello = writer.write_handshake({**said, "code": "0" * 64, "gone": {}}, digest)
     assert line.send("S0", "hello", hello, 0.0) == ""
     yield line
     line.close()
@@ -241,26 +229,25 @@ def send_handshake(founded, plan=None, by="S1"):
 def test_a_handshake_in_the_folder_holds_version_and_start_time(founded):
     with send_handshake(founded) as line:
         line.send("S0", "x2.0", b"a letter", 0.0)
-        one = dashboard_of(founded, "S0").members["S1"]
+        one = state_of(founded, "S0").members["S1"]
     assert (one.connected, one.version, one.round) == (True, "9.9", 2)
-    assert one.since == datetime.fromtimestamp(1.78e9, UTC)
     assert abs(one.heard - datetime.now(UTC)) < timedelta(minutes=1)
 
 
 @pytest.mark.parametrize("wrong", [{"plan": "f" * 64}, {"by": "coordinator"}])
 def test_a_handshake_of_another_plan_or_of_a_stranger_does_not_count(founded, wrong):
     with send_handshake(founded, **wrong):
-        one = dashboard_of(founded, "S0").members["S1"]
+        one = state_of(founded, "S0").members["S1"]
     assert (one.connected, one.version) == (None, None)
 
 
-def test_a_running_hospital_is_shown_as_connected_and_the_dashboard_changes_no_file(founded):
+def test_a_running_hospital_is_shown_as_connected_and_status_changes_no_file(founded):
     def files():
         return {p: p.read_bytes() for p in founded[0].rglob("*") if p.is_file() and p.name != ".lock"}
 
     before = files()
     with kit_of(founded, "S0").lock_kit():
-        assert dashboard_of(founded, "S0").members["S0"].connected
+        assert state_of(founded, "S0").members["S0"].connected
     assert files() == before
 
 
@@ -268,13 +255,14 @@ def test_a_local_problem_is_shown_with_its_remedy(founded, monkeypatch):
     share = founded[0] / "share"
     share.rename(founded[0] / "away")
     try:
-        facts = dashboard_of(founded, "S0")
+        facts = state_of(founded, "S0")
     finally:
         (founded[0] / "away").rename(share)
-    assert len(facts.trouble) == 1 and "mount the share" in facts.trouble[0]
+    (trouble,) = facts.troubles
+    assert "mount the share" in trouble.text
     assert next_steps(facts)[0].what == "mount the share, or give its address"
-    monkeypatch.setattr("wsi_fl.hospitals.plans.signed_plan.code_digest", lambda: "0" * 64)
-    assert next_steps(dashboard_of(founded, "S0"))[0].what.startswith("install what the plan names")
+    monkeypatch.setattr(installed_code, "code_digest", lambda _: "0" * 64)
+    assert next_steps(state_of(founded, "S0"))[0].what.startswith("install what the plan names")
 
 
 @pytest.fixture(scope="module")
@@ -290,95 +278,77 @@ def finished(founded, tmp_path_factory):
         plan = made(study, study.root, "proxyfl", *overrides)
         summary = train(study, method="proxyfl", overrides=overrides, backend="local")
         answers = {site: public_summary(study, site, dict(summary)) for site in ("S0", "S1")}
-        patch.setattr(submitting, "_run_job", lambda *_: answers)
+        patch.setattr(submitting, "run_plan_job", lambda *_: answers)
         kit = Kit.open(root / "kits" / "coordinator")
         submitting.submit_plan(kit, plan, parent_folder=study.root)
-        submitting._log_submission(kit, "job-1", plan, {"what": "work"}, plan.sites)
-        submitting._log_end(kit, "job-1", run=summary["run"])
-        job = {"id": "job-1", "status": "FINISHED:COMPLETED", "reason": None}
-        patch.setattr(looking, "load_status", lambda _: {"connected": ["S0"], "jobs": [job]})
-        patch.setattr(looking, "check_connection", lambda _: iter(()))
-        yield root / "kits" / "coordinator", study, summary
+        log_submission(kit, "job-1", plan, {"what": "work"}, plan.sites)
+        log_end(kit, "job-1", run=summary["run"])
+        patch.setattr(collect, "ask_server", lambda _: (["S0"], [job_row("FINISHED:COMPLETED")]))
+        patch.setattr(collect, "check_connection", lambda _: [])
+        yield kit, study, summary
 
 
-@pytest.fixture(scope="module")
-def board(finished, tmp_path_factory):
-    out = tmp_path_factory.mktemp("page") / "board.html"
-    return make_dashboard(finished[1], kit=finished[0], out=out), out
+def job_row(status, reason=None, code=""):
+    return empty_entry() | {
+        "id": "job-1",
+        "status": status,
+        "name": "x",
+        "submitted": None,
+        "reason": reason,
+        "code": code,
+    }
 
 
-def test_the_finished_run_has_its_matrix_and_its_report(finished, board):
-    found, summary = board[0], finished[2]
+def test_the_finished_run_has_its_values_and_its_report_and_the_terminal_agrees(finished, capsys):
+    kit, study, summary = finished
+    found = make_status(study, kit)
     assert found["run"] == summary["run"] and found["next"][-1]["what"].startswith("done: open result-")
-    assert set(found["scores"]["models"]) == {"S0", "S1"}
     members = {one["name"]: one for one in found["members"]}
     assert (members["S0"]["connected"], members["S1"]["connected"]) == (True, False)
     row = next(row for row in summary["sites"] if row["site"] == "S1")
     assert members["S1"]["spent"] == pytest.approx(row["lifetime_epsilon"]) and members["S1"]["round"] == 1
     assert json.loads(json.dumps(found)) == found
+    print_lines(status_lines(found))
+    said = capsys.readouterr().err
+    assert "connected: S0" in said and "next:" in said and "  coordinator: done: open result-" in said
+    assert re.search(r"S0 .* yes .*", said) and "finished:completed" in said
 
 
-def test_a_failed_job_is_shown_with_its_remedy(finished, monkeypatch):
+def test_a_failed_job_and_a_dead_server_are_shown_with_their_remedies(finished, monkeypatch, tmp_path):
     kit, study, _ = finished
-    kept = (kit / "jobs.jsonl").read_text()
-    try:
-        line = {"id": "job-2", "what": "work", "plan": FederationPlan.load(study.root / "plan.json").digest}
-        append_line(kit / "jobs.jsonl", line)
-        append_line(kit / "jobs.jsonl", {"id": "job-2", "reason": "site S1 took nothing (timeout) for 20 s"})
-        down = WsiFlError("no way through to localhost port 1 (refused): is the server up")
-        monkeypatch.setattr(looking, "load_status", lambda _: (_ for _ in ()).throw(down))
-        found = make_dashboard(study, kit=kit)
-    finally:
-        (kit / "jobs.jsonl").write_text(kept)
+    kit = Kit.open(Path(shutil.copytree(kit.path, tmp_path / "kit")))
+    log_submission(kit, "job-2", FederationPlan.load(study.root / "plan.json"), {"what": "work"}, ["S0", "S1"])
+    log_end(kit, "job-2", reason="any words", fault=Fault("lost", "S1"))
+    down = mark_fault(WsiFlError("nobody is there"), "no_route")
+    monkeypatch.setattr(collect, "ask_server", lambda _: (_ for _ in ()).throw(down))
+    found = make_status(study, kit)
     whats = [one["what"] for one in found["next"]]
     assert whats[0].startswith("done: open result-") and whats[1].startswith("start the server")
     assert whats[-2:] == ["start again, unless it runs", "go on from the last common round"]
-    assert found["job"] == "job-2" and found["members"][-1]["connected"] is None
+    assert found["trouble"] == ["nobody is there"] and found["connected"] is None
+    assert found["members"][-1]["connected"] is None
 
 
 def test_while_a_job_runs_the_next_step_is_to_wait(finished, monkeypatch):
     kit, study, _ = finished
-    job = {"id": "job-1", "status": "RUNNING", "reason": None}
-    monkeypatch.setattr(looking, "load_status", lambda _: {"connected": ["S0", "S1"], "jobs": [job]})
-    found = make_dashboard(study, kit=kit)
+    monkeypatch.setattr(collect, "ask_server", lambda _: (["S0", "S1"], [job_row("RUNNING")]))
+    found = make_status(study, kit)
     assert found["running"] and found["next"][-1]["what"] == "wait: the hospitals work"
-    job |= {"status": "DEAD", "reason": "the server was stopped while it ran"}
-    assert make_dashboard(study, kit=kit)["next"][-1]["command"].endswith("--resume last")
+    dead = job_row("DEAD", "the server was stopped while it ran", "server_stopped")
+    monkeypatch.setattr(collect, "ask_server", lambda _: (["S0", "S1"], [dead]))
+    assert make_status(study, kit)["next"][-1]["command"].endswith("--resume last")
 
 
-def test_the_page_is_self_contained_and_escapes_names_and_the_terminal_agrees(board, finished, capsys):
-    html = board[1].read_text()
-    assert not {"script", "link", "iframe", "img"} & {tag for tag, _ in Document(html).tags}
-    assert str(finished[1].root) not in html
-    said = words_of(html)
-    assert "done: open result-" in said and "outlined cells are models" in said
-    assert "The hospital can know: " in said and "ε spent" in said
-    assert "<script>" not in looking._render_page(board[0] | {"trouble": ["<script>alert(1)</script>"]})
-    print_lines(dashboard_lines(board[0]))
-    said = capsys.readouterr().err
-    assert "next:" in said and "  coordinator: done: open result-" in said
-    assert re.search(r"S0 .* yes .*", said) and "is known by the hospital: version" in said
+def test_the_command_prints_the_json_and_fails_without_its_server(founded, finished, tmp_path, monkeypatch):
+    root, study, _ = founded
 
+    def command(kit, study):
+        given = ["status", "--kit", kit, "--study", study.root, "--json"]
+        return CliRunner().invoke(app, ["federation", *map(str, given)])
 
-def test_the_command_prints_the_json_and_writes_the_page(founded, tmp_path, monkeypatch):
-    root, study, out = *founded[:2], tmp_path / "board.html"
-    given = ["--kit", root / "kits" / "S0", "--study", study.root, "--out", out, "--json"]
-    done = CliRunner().invoke(app, ["federation", "board", *map(str, given)])
+    done = command(root / "kits" / "S0", study)
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["me"] == "S0" and {step["who"] for step in found["next"]} == {"S0", "S1"}
-    assert out.is_file()
-    refused(lambda: make_dashboard(study, kit=tmp_path), "this is no kit")
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")
-def test_a_browser_without_scripts_shows_the_page_without_requests(board, tmp_path):
-    with browser(tmp_path / "profile") as page:
-        page.call("Emulation.setScriptExecutionDisabled", value=True)
-        for width in (1280, 400):
-            page.size(width, 900)
-            page.goto(board[1].as_uri())
-            page.until("document.querySelectorAll('ol.steps li').length")
-            assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
-        assert page.run("document.querySelectorAll('#results table.heat').length") >= 1
-        assert page.said == [] and {url.split(":")[0] for url in page.asked} <= {"file", "about"}
+    assert {step["who"] for step in json.loads(done.stdout)["next"]} == {"S0", "S1"}
+    monkeypatch.setattr(collect, "ask_server", lambda _: (_ for _ in ()).throw(WsiFlError("nobody is there")))
+    done = command(finished[0].path, finished[1])
+    assert done.exit_code == 1 and json.loads(done.stdout)["trouble"] == ["nobody is there"]
