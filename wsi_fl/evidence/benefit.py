@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from wsi_fl.data.metrics import SCORES
 from wsi_fl.data.tasks import CLASSES, Task
-from wsi_fl.evidence.compare_runs import FinishedRun
 from wsi_fl.evidence.verdict import (
     Estimate,
     EstimateDocument,
@@ -24,6 +23,7 @@ from wsi_fl.evidence.verdict import (
 from wsi_fl.report.formatting import score_in_sentence
 from wsi_fl.stages.evaluation.write_predictions import ExampleScores, Key, read_example_scores
 from wsi_fl.stages.site.target_labels import build_task
+from wsi_fl.stages.training.finished_runs import FinishedRun
 
 BALANCED = "balanced accuracy"
 """Name of the measure where classes are so unequal in size that they are weighted equally."""

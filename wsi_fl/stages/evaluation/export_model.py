@@ -15,7 +15,6 @@ from torch import nn
 
 from wsi_fl import __version__
 from wsi_fl.evidence import benefit_figure
-from wsi_fl.evidence.compare_runs import FinishedRun
 from wsi_fl.models.export_formats import (
     DownsamplingModel,
     HeadWithEncoder,
@@ -34,6 +33,7 @@ from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.site.target_labels import describe_target
 from wsi_fl.stages.training.build_sites import find_architecture
+from wsi_fl.stages.training.finished_runs import FinishedRun
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.files import file_sha256, write_json, write_text

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from wsi_fl.evidence.benefit import compare_over_all
 from wsi_fl.evidence.clinical_measures import describe_runs
-from wsi_fl.evidence.compare_runs import FinishedRun, find_finished_runs
 from wsi_fl.report import formatting
 from wsi_fl.report.run_page import render_run_page
 from wsi_fl.report.run_sections import Page
@@ -23,6 +22,7 @@ from wsi_fl.stages.evaluation.write_predictions import read_predictions
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.site.site_data import SiteData
+from wsi_fl.stages.training.finished_runs import FinishedRun, find_finished_runs
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
