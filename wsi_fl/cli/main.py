@@ -66,7 +66,7 @@ MORE = {
     "Start": ("bench",),
     "Prepare": ("mosaic", "projection", "check", "encoders", "partition", "pack"),
     "Train": ("statistics",),
-    "Results": ("clinical", "plan-size", "audit"),
+    "Results": ("clinical", "audit"),
 }
 """Those that work and are not shown, as docs/reference/commands.md lists them in its groups."""
 
@@ -129,7 +129,7 @@ def show_config(
     print_document({"keys": find_keys(key)}, as_json, render_key_lines)
 
 
-_QUICK_COMMANDS = (prepare.create_study, training.plan_size, training.plan_privacy, show_config)
+_QUICK_COMMANDS = (prepare.create_study, training.plan_privacy, show_config)
 """Commands that start at once; all others take longer than a second to import."""
 
 _COMMANDS: dict[str, Any] = {
@@ -156,7 +156,6 @@ _COMMANDS: dict[str, Any] = {
     "compare": training.compare_runs,
     "report": training.write_report,
     "clinical": training.report_clinical,
-    "plan-size": training.plan_size,
     "audit": training.audit_run,
 }
 _VISIBLE_COMMANDS = {name for names in GROUPS.values() for name in names}

@@ -296,23 +296,6 @@ def report_clinical(
     )
 
 
-def plan_size(
-    prevalence: Annotated[float, Option(help="Share of cases among the patients: 0.1.")],
-    auroc: Annotated[float, Option(help="The AUROC that you expect.")] = 0.8,
-    width: Annotated[
-        float | None, Option(help="Width of the intervals of AUROC, sensitivity and specificity. Default: 0.1.")
-    ] = None,
-    sensitivity: Annotated[float | None, Option(help="That you expect.")] = None,
-    specificity: Annotated[float | None, Option(help="That you expect.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Compute the number of test patients for intervals of a given width (Riley et al., 2021)."""
-    from wsi_fl.evidence.clinical_measures import plan_size, render_size_lines
-
-    document = plan_size(prevalence, auroc, width=width, sensitivity=sensitivity, specificity=specificity)
-    print_document(document, as_json, render_size_lines)
-
-
 def audit_run(run: Run, as_json: Json = False) -> None:
     """Attack the models of a run: membership inference, and with canaries a lower bound on ε."""
     study = find_study()

@@ -1,4 +1,4 @@
-"""`describe_clinically`: clinical measures of a run by patient; and `plan-size`: the sample size of a test set."""
+"""`describe_clinically`: clinical measures of a run by patient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from wsi_fl.evidence import clinical_metrics as measures
 from wsi_fl.evidence.clinical_metrics import MIN_SUBGROUP, Names, PatientPredictions
 from wsi_fl.evidence.clinical_section import build_clinical_cells, list_clinical_findings
 from wsi_fl.evidence.compare_runs import resolve_runs
-from wsi_fl.evidence.sample_size import IntervalWidths, compute_sample_size
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
@@ -31,13 +30,6 @@ _DECISION_THRESHOLDS = tuple(round(k / 100, 2) for k in (1, 2, *range(5, 100, 5)
 _SITES_PER_TABLE = 4
 """Number of sites in a table of the console."""
 _MAX_GROUPS = 30
-_CRITERIA = {
-    "auroc": "AUROC",
-    "expected": "observed over expected cases",
-    "slope": "calibration slope",
-    "sensitivity": "sensitivity",
-    "specificity": "specificity",
-}
 
 
 def describe_clinically(
@@ -235,59 +227,6 @@ def _group_of_patients(
     patient_names = table.qualify_names(table.patient)
     first = dict(zip(patient_names[::-1].tolist(), column[::-1].tolist(), strict=True))
     return np.array([str(first.get(name, "")) for name in patients.name.tolist()])
-
-
-_MIN_SHARE = 1e-5
-"""Smallest share and width; smaller ones need more patients than there are people."""
-
-
-def plan_size(
-    prevalence: float,
-    area: float,
-    *,
-    width: float | None = None,
-    sensitivity: float | None = None,
-    specificity: float | None = None,
-) -> dict[str, Any]:
-    """Return the sample size of a test set, the `--json` document.
-
-    Args:
-        prevalence: the share of cases.
-        area: the expected AUROC.
-        width: of the intervals of AUROC, sensitivity and specificity, from end to end; by default 0.1.
-
-    Raises:
-        UsageError: for numbers out of range.
-    """
-    widths = IntervalWidths() if width is None else IntervalWidths(auroc=width, sensitivity=width, specificity=width)
-    options = {"prevalence": prevalence, "sensitivity": sensitivity, "specificity": specificity}
-    for name, value in (*options.items(), ("width", widths.auroc)):
-        if value is not None and not _MIN_SHARE <= value <= 1 - _MIN_SHARE:
-            raise UsageError(f"--{name} {value:g}: it must lie between {_MIN_SHARE:g} and {1 - _MIN_SHARE:g}")
-    if not 0.5 + _MIN_SHARE <= area <= 1 - _MIN_SHARE:
-        raise UsageError(f"--auroc {area:g}: it must lie between {0.5 + _MIN_SHARE:g} and {1 - _MIN_SHARE:g}")
-    needed = compute_sample_size(prevalence, area, widths, sensitivity=sensitivity, specificity=specificity)
-    n_patients = max(needed.values())
-    return {
-        **options,
-        "auroc": area,
-        "widths": asdict(widths),
-        "needed": needed,
-        "patients": n_patients,
-        "cases": round(n_patients * prevalence),
-    }
-
-
-def render_size_lines(document: dict[str, Any]) -> Lines:
-    """Yield a row for each interval, then the largest sample size."""
-    rows = [[_CRITERIA[name], f"{document['widths'][name]:g}", f"{n:,}"] for name, n in document["needed"].items()]
-    title = f"patients for intervals so wide (prevalence {document['prevalence']:g}, AUROC {document['auroc']:g})"
-    yield TextTable(title, ["of", "width", "patients"], rows)
-    deciding = max(document["needed"], key=document["needed"].get)
-    yield TextLine(
-        f"{document['patients']:,} test patients, of them {document['cases']:,} cases, meet all; "
-        f"the {_CRITERIA[deciding]} needs most"
-    )
 
 
 def render_clinical_lines(document: dict[str, Any]) -> Lines:

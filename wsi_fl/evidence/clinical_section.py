@@ -101,7 +101,7 @@ def list_clinical_findings(document: Json) -> list[str]:
     if small_classes:
         sentences.append(
             f"So few cases are not conclusive ({', '.join(sorted(small_classes))}); "
-            "`wsi-fl plan-size` computes the sample size."
+            "pmvalsampsize computes the sample size of a test set."
         )
     return sentences
 
