@@ -9,7 +9,7 @@ from sklearn.metrics import recall_score, roc_auc_score
 from test_local_baseline import ALONE
 from training_runs import answers, trained
 
-from wsi_fl.evidence.clinical_measures import describe_clinically
+from wsi_fl.evidence.clinical import describe_clinically
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site.target_labels import read_column

@@ -18,7 +18,7 @@ from sklearn.model_selection import cross_val_predict
 from statsmodels.stats.proportion import proportion_confint
 
 from wsi_fl.data.prediction_table import PredictionTable
-from wsi_fl.evidence import clinical_measures as stage
+from wsi_fl.evidence import clinical as stage
 from wsi_fl.evidence import clinical_metrics
 from wsi_fl.evidence.clinical_metrics import _Interval
 from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings

@@ -30,11 +30,6 @@ _MIN_NON_MEMBERS = 1000
 """Least number of non-members for a true positive rate at a false positive rate of 1 % or less."""
 _GUESS_SHARES = (1.0, 0.5, 0.25, 0.125)
 """Shares of the canaries with a guess: fixed beforehand, each tested at a fourth of the allowed error."""
-ADJACENCY = (
-    "The guarantee concerns one record (a row, or a patient) replaced by nothing while n stays fixed; for one "
-    "record replaced by another, ε is that of a group of two."
-)
-"""The neighbouring data sets of ε; a canary's coin decides between two of them."""
 _MAX_EPSILON = 50.0  # an ε above any bound by canaries
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from wsi_fl.data.prediction_table import PredictionTable
 from wsi_fl.data.validation import LOCAL
 from wsi_fl.evidence import clinical_metrics as measures
 from wsi_fl.evidence.clinical_metrics import MIN_SUBGROUP, Names, PatientPredictions
-from wsi_fl.evidence.clinical_section import build_clinical_cells, list_clinical_findings
+from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
 from wsi_fl.evidence.compare_runs import resolve_runs
+from wsi_fl.report.formatting import Json
+from wsi_fl.report.sections import Section, SectionContext
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
@@ -227,6 +230,45 @@ def _group_of_patients(
     patient_names = table.qualify_names(table.patient)
     first = dict(zip(patient_names[::-1].tolist(), column[::-1].tolist(), strict=True))
     return np.array([str(first.get(name, "")) for name in patients.name.tolist()])
+
+
+class ClinicalSection:
+    """The section "For the clinic" of a run's page."""
+
+    def build(self, context: SectionContext) -> Section | None:
+        """Return the section with the options of the last `clinical`; None without predictions of classes here."""
+        run_context = context.run_context
+        if run_context.task.kind != "classes":
+            return None
+        last = run_context.run.read_clinical() or {}
+        document = describe_runs([run_context], **{k: last[k] for k in ("prevalence", "by", "least") if k in last})
+        if document is None:
+            return None
+        values = build_clinical_section(document, context.colors)
+        html = context.fill("clinical", Path(__file__).parent, values | {"document": document})
+        return Section("clinic", "For the clinic", "comparison", html, _answer_checklist(document, values))
+
+
+CLINICAL = ClinicalSection()
+"""The entry of `wsi_fl.report_sections`."""
+
+
+def _answer_checklist(document: Json, values: Mapping[str, Any]) -> dict[int, str]:
+    """Return answers to items of TRIPOD+AI, from the first site's measures."""
+    site, by = document["sites"][0], document["by"]
+    cases = ", ".join(f"{name} {measures['cases']} of {measures['n']}" for name, measures in site["classes"].items())
+    patients = "merged test" if site["on"] == "merged" else f"{site['site']}'s test"
+    chosen = (
+        "the likeliest class"
+        if site["point"] is None
+        else ("a threshold chosen on each hospital's training slides, or 0.5")
+    )
+    answers = {
+        10: f"cases among {patients} patients: {cases}; pmvalsampsize computes the sample size of a test set",
+        15: f"probabilities; {chosen}",
+        23: f"see For the clinic{f', by {by}' if by else ''}",
+    }
+    return answers | ({14: f"performance by {by}; see For the clinic"} if values["told_by_name"] else {})
 
 
 def render_clinical_lines(document: dict[str, Any]) -> Lines:
