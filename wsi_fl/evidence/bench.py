@@ -195,7 +195,7 @@ class _Benchmark:
     def _train(self, training: _Training, parts: Sequence[FeatureTable], seed: int) -> list[SiteResult]:
         """Return the hospitals' models after federated training."""
         n_units = min(len(np.unique(part.patient)) if self.unit == "patient" else len(part.y) for part in parts)
-        if METHODS[training.method].is_oneshot:
+        if METHODS[training.method].payload.is_single_release:
             batch_size, sigma = n_units, find_sigma(training.epsilon, 1.0, 1, DELTA)
         else:
             plan = propose_plan(n_units, training.rounds, training.epsilon, DELTA)
@@ -346,7 +346,7 @@ def _measure_all(
 ) -> pd.DataFrame:
     """Return the rows of all trainings, and write them to the CSV after each sample."""
     rows: list[dict[str, object]] = []
-    in_rounds = [name for name in methods if not METHODS[name].is_oneshot]
+    in_rounds = [name for name in methods if not METHODS[name].payload.is_single_release]
     middle = sorted(epsilons)[len(epsilons) // 2]
     tuning = [
         _Sample(cell, _TUNING_SEED, tuple(_Training(method, middle, *values) for values in _HYPERPARAMETERS))

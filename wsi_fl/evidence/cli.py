@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from wsi_fl.cli.options import Json, Run, announce_start, find_study, print_document, run_work
+from wsi_fl.cli.options import ExtraCommand, Json, Run, announce_start, find_study, print_document, run_work
 
 
 @announce_start
@@ -115,3 +115,9 @@ def audit(run: Run, as_json: Json = False) -> None:
 
     work = partial(audit_run, study, run)
     run_work("audit", work, as_json, render_audit_lines)
+
+
+AUDIT = ExtraCommand(audit, "Results", is_hidden=True)
+BENCH = ExtraCommand(bench, "Start", is_hidden=True)
+CLINICAL = ExtraCommand(clinical, "Results", is_hidden=True)
+COMPARE = ExtraCommand(compare, "Results")
