@@ -122,21 +122,16 @@ def build_statistics_tables(audit: Json) -> list[tuple[str, tuple[str, ...], lis
         for group, other in zip(*(attacker["groups"] for attacker in site["tail"]["attackers"].values()), strict=True)
     ]
     influence_rows = [
-        [
-            row["site"],
-            str(row["n"]),
-            format_number(row["length"], 1),
-            format_percent(row["moved"], 1),
-            format_percent(row["answers_changed"], 1),
-        ]
+        [row["site"], str(row["n"]), format_number(row["length"], 1)]
+        + [format_percent(row[share], 1) for share in ("moved", "answers_changed")]
         for row in audit.get("influence") or ()
     ]
     title = "Membership inference in class statistics"
-    named_tables = [
+    tables = [
         (title, ("site", "group", "n", *_TAIL_HEADINGS), tails),
         ("Influence of class statistics", _INFLUENCE_HEADINGS, influence_rows),
     ]
-    return [named_table for named_table in named_tables if named_table[2]]
+    return [table for table in tables if table[2]]
 
 
 def _format_cells(tail: Json, group: Json, other: Json) -> list[str]:
@@ -145,12 +140,7 @@ def _format_cells(tail: Json, group: Json, other: Json) -> list[str]:
     shares = ((tail["guaranteed"] or {}).get("0.01"), at_01_percent["exact"], other["found"]["0.01"]["exact"])
     max_mu = format_number(group["most"], 2) if is_number(group["most"]) else "∞"
     interval_text = f"{100 * low:.1f}–{format_percent(high, 1)}" if is_number(low) else DASH
-    return [
-        max_mu,
-        format_percent(at_1_percent["exact"], 1),
-        interval_text,
-        *(format_percent(share, 1) for share in shares),
-    ]
+    return [max_mu, format_percent(at_1_percent["exact"], 1), interval_text, *(format_percent(x, 1) for x in shares)]
 
 
 def _sites_with_tails(audit: Json) -> list[Json]:
