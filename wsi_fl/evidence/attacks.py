@@ -292,12 +292,12 @@ def measure_exposure(
         rows = []
         for name, mask in masks.items():
             redrawn = {rate: float(tpr[mask].mean()) for rate, tpr in empirical_tpr.items() if attacker == "others"}
-            found, is_beyond = _describe_rates(mu[mask], limits, redrawn)
+            rates, is_beyond = _describe_rates(mu[mask], limits, redrawn)
             beyond |= {name} if is_beyond else set()
             median, largest = (float(m) if np.isfinite(m) else None for m in (np.median(mu[mask]), mu[mask].max()))
-            rows.append({"group": name, "n": int(mask.sum()), "median": median, "most": largest, "found": found})
-        shown = [mu[mask] for mask in list(masks.values())[:2]]
-        curve = [[x, *(float(best_test_tpr(group_mu, x).mean()) for group_mu in shown)] for x in _CURVE_RATES]
+            rows.append({"group": name, "n": int(mask.sum()), "median": median, "most": largest, "found": rates})
+        plotted_mu = [mu[mask] for mask in list(masks.values())[:2]]
+        curve = [[x, *(float(best_test_tpr(group_mu, x).mean()) for group_mu in plotted_mu)] for x in _CURVE_RATES]
         attackers[attacker] = {"groups": rows, "curve": curve}
     return {
         "sigma": sigma,
@@ -319,10 +319,10 @@ def _describe_rates(
     """
     from scipy.stats import binomtest
 
-    found: dict[str, dict[str, Any]] = {}
+    rates: dict[str, dict[str, Any]] = {}
     is_beyond = False
     for rate in _FALSE_POSITIVE_RATES:
-        entry = found[f"{rate:g}"] = {"exact": float(best_test_tpr(mu, rate).mean())}
+        entry = rates[f"{rate:g}"] = {"exact": float(best_test_tpr(mu, rate).mean())}
         is_beyond |= rate in limits and entry["exact"] > limits[rate] * (1 + 1e-5)
         if rate in redrawn:  # each redraw is of all units: a share over units varies no more than that of a single unit
             n = _NOISE_DRAWS // 2
@@ -330,7 +330,7 @@ def _describe_rates(
             interval = binomtest(test.k, n).proportion_ci()
             entry |= {"drawn": test.k / n, "interval": [float(interval.low), float(interval.high)]}
             is_beyond |= test.pvalue < _FALSE_ALARM_RATE
-    return found, bool(is_beyond)
+    return rates, bool(is_beyond)
 
 
 _CURVE_RATES = tuple(float(x) for x in np.geomspace(1e-4, 1 - 1e-9, 25))

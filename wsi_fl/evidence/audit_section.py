@@ -29,13 +29,13 @@ _INFLUENCE_HEADINGS = ("site", "largest norm", "norm with noise", "change of the
 class AuditSection:
     """The section "Audit" of a run's page."""
 
-    def build(self, context: SectionContext) -> Section | None:
+    def build_section(self, context: SectionContext) -> Section | None:
         """Return the section; None for a run without audit."""
         audit = context.run_context.run.read_audit()
         if audit is None:
             return None
         values = build_audit_section(audit, context.colors) | {"document": audit}
-        return Section("audit", "Audit", "privacy", context.fill("audit", Path(__file__).parent, values))
+        return Section("audit", "Audit", "privacy", context.fill_template("audit", Path(__file__).parent, values))
 
 
 AUDIT = AuditSection()

@@ -171,7 +171,7 @@ class _Benchmark:
     unit: Unit
     projection: Projection | int
 
-    def measure(self, sample: _Sample) -> list[dict[str, object]]:
+    def measure_sample(self, sample: _Sample) -> list[dict[str, object]]:
         """Return a row of the result for each training and hospital of a sample."""
         torch.set_num_threads(1)
         parts, test = sample_sites(self.table, sample.cell, sample.seed)
@@ -185,14 +185,14 @@ class _Benchmark:
                 pooled = _predict_with_head(_fit_local_head(join_tables(parts)), test)
                 hospitals = [_score_predictions(pooled, test.y)] * len(parts)
             else:
-                results = self._train(training, parts, max(sample.seed, 0))
+                results = self._train_sites(training, parts, max(sample.seed, 0))
                 hospitals = [_score_site(*site, test=test) for site in zip(results, parts, heads, strict=True)]
             common = training._asdict() | sample.cell._asdict() | {"seed": sample.seed}
             common["seconds"] = round(time.monotonic() - start_time, 1)
             rows += [common | {"site": f"S{k}"} | scores for k, scores in enumerate(hospitals, 1)]
         return rows
 
-    def _train(self, training: _Training, parts: Sequence[FeatureTable], seed: int) -> list[SiteResult]:
+    def _train_sites(self, training: _Training, parts: Sequence[FeatureTable], seed: int) -> list[SiteResult]:
         """Return the hospitals' models after federated training."""
         n_units = min(len(np.unique(part.patient)) if self.unit == "patient" else len(part.y) for part in parts)
         if METHODS[training.method].payload.is_single_release:
@@ -233,9 +233,13 @@ def _score_site(result: SiteResult, part: FeatureTable, head: FittedHead, *, tes
     federated = _predict_with_network(model, part)
     ensemble = build_ensemble(head.held_out, federated, part.y, part.patient, sample_sizes)
     predictions = ensemble(_predict_with_head(head, test), _predict_with_network(model, test))
-    own = _predict_with_network(models.get("private") or next(iter(models.values())), test)
+    private_predictions = _predict_with_network(models.get("private") or next(iter(models.values())), test)
     spent = None if result.epsilon is None else round(result.epsilon, 4)
-    scores = {"own_score": _score_predictions(own, test.y)["score"], "spent": spent, "guarantee": result.guarantee}
+    scores = {
+        "own_score": _score_predictions(private_predictions, test.y)["score"],
+        "spent": spent,
+        "guarantee": result.guarantee,
+    }
     return _score_predictions(predictions, test.y) | scores
 
 
@@ -379,7 +383,7 @@ def _measure_all(
 def _run_parallel(benchmark: _Benchmark, samples: Sequence[_Sample], jobs: int) -> Iterator[list[dict[str, object]]]:
     from joblib import Parallel, delayed  # hands over the table as a memory map
 
-    yield from Parallel(jobs, return_as="generator")(delayed(benchmark.measure)(sample) for sample in samples)
+    yield from Parallel(jobs, return_as="generator")(delayed(benchmark.measure_sample)(sample) for sample in samples)
 
 
 def _select_hyperparameters(tuning: pd.DataFrame) -> dict[tuple[object, ...], tuple[int, float]]:

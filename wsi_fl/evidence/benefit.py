@@ -50,7 +50,7 @@ class ScoreTable:
     noise: pd.Series
     score: str = "accuracy"
 
-    def tested_rows(self) -> pd.Index:
+    def find_common_rows(self) -> pd.Index:
         """Return the examples that were tested with every seed; none without seeds."""
         return self.values.dropna().index if len(self.values.columns) else self.values.index[:0]
 
@@ -58,7 +58,7 @@ class ScoreTable:
         """Return the noise of each seed, 0 where unknown; None where all are unknown."""
         return None if self.noise.isna().all() else self.noise.fillna(0.0).to_numpy()
 
-    def subtract(self, other: ScoreTable, seeds: pd.Index | None = None) -> ScoreTable:
+    def subtract_scores(self, other: ScoreTable, seeds: pd.Index | None = None) -> ScoreTable:
         """Return the differences on common examples, with the common seeds (of `seeds`, where given)."""
         common = self.values.columns.intersection(other.values.columns)
         seeds = common if seeds is None else common.intersection(seeds)
@@ -159,8 +159,8 @@ def build_score_table(
 
 
 def _add_noise(folds: Sequence[Mapping[str, float]], score: str) -> float:
-    known = [noise[score] for noise in folds if score in noise]
-    return hypot(*known) / len(known) if len(known) == len(folds) > 0 else np.nan
+    deviations = [noise[score] for noise in folds if score in noise]
+    return hypot(*deviations) / len(deviations) if len(deviations) == len(folds) > 0 else np.nan
 
 
 def _pool_sites(sites: Mapping[str, ScoreTable]) -> ScoreTable:
@@ -184,17 +184,19 @@ def estimate_benefit(scores: Mapping[str, ScoreTable]) -> Gain:
     """Return the scores by kind of model, the gain, the pooled gain, the share of the gap closed, and the verdict."""
     is_bounded = all(table.score in SCORES for table in scores.values())
 
-    def estimate(table: ScoreTable | None, minimum: float) -> Estimate | None:
-        if table is None or not len(rows := table.tested_rows()):
+    def estimate_score(table: ScoreTable | None, minimum: float) -> Estimate | None:
+        if table is None or not len(rows := table.find_common_rows()):
             return None
         values, weights = (frame.loc[rows].to_numpy().T for frame in (table.values, table.weights))
-        mean = estimate_mean(values, weights, _patients(rows), table.list_noise())
+        mean = estimate_mean(values, weights, _patient_names(rows), table.list_noise())
         return mean.clip_interval(minimum, 1.0) if is_bounded else mean
 
-    gains = scores["federated"].subtract(scores["local"])
-    pooled_gains = scores["pooled"].subtract(scores["local"], gains.values.columns) if "pooled" in scores else None
-    estimates = {kind: estimate(scores.get(kind), 0.0) for kind in ("pooled", *scores)}
-    gain, pooled_gain = estimate(gains, -1.0), estimate(pooled_gains, -1.0)
+    gains = scores["federated"].subtract_scores(scores["local"])
+    pooled_gains = (
+        scores["pooled"].subtract_scores(scores["local"], gains.values.columns) if "pooled" in scores else None
+    )
+    estimates = {kind: estimate_score(scores.get(kind), 0.0) for kind in ("pooled", *scores)}
+    gain, pooled_gain = estimate_score(gains, -1.0), estimate_score(pooled_gains, -1.0)
     share = None
     if pooled_gains is not None and pooled_gain is not None and has_pooled_gain(pooled_gain):
         share = _estimate_gap_closed(gains, pooled_gains, pooled_gain)
@@ -206,25 +208,29 @@ def estimate_benefit(scores: Mapping[str, ScoreTable]) -> Gain:
 def _estimate_gap_closed(gains: ScoreTable, pooled_gains: ScoreTable, pooled_gain: Estimate) -> Estimate:
     """Return the ratio of the gain to the pooled gain, over common seeds and examples."""
     seeds = pooled_gains.values.columns
-    rows = gains.values[seeds].dropna().index.intersection(pooled_gains.tested_rows())
-    part, whole = ((table.values * table.weights).loc[rows, seeds].to_numpy().T for table in (gains, pooled_gains))
+    rows = gains.values[seeds].dropna().index.intersection(pooled_gains.find_common_rows())
+    numerator, denominator = (
+        (table.values * table.weights).loc[rows, seeds].to_numpy().T for table in (gains, pooled_gains)
+    )
     noise = ScoreTable(gains.values, gains.weights, gains.noise[seeds]).list_noise()
     relative = None if noise is None else noise / pooled_gain.mean
-    return estimate_ratio(part, whole, _patients(rows), relative, gains.weights.loc[rows, seeds[0]].to_numpy())
+    return estimate_ratio(
+        numerator, denominator, _patient_names(rows), relative, gains.weights.loc[rows, seeds[0]].to_numpy()
+    )
 
 
-def _patients(rows: pd.Index) -> NDArray[np.str_]:
+def _patient_names(rows: pd.Index) -> NDArray[np.str_]:
     return np.array(["\n".join(key.split("\n")[:2]) for key in rows], np.str_)
 
 
 class Measure:
     """The benefit of federation, for a run's page and a model card."""
 
-    def measure(self, runs: Mapping[str, Sequence[FinishedRun]], test_set: str) -> Gain:
+    def measure_benefit(self, runs: Mapping[str, Sequence[FinishedRun]], test_set: str) -> Gain:
         """Return the benefit over all sites, as `compare_over_all`."""
         return compare_over_all(runs, test_set)
 
-    def describe(self, gain: Json, score_text: str, baseline: str) -> Finding:
+    def describe_benefit(self, gain: Json, score_text: str, baseline: str) -> Finding:
         """Return a sentence with the gain and its verdict."""
         return build_benefit_finding(gain, score_text, baseline)
 

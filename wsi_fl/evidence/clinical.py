@@ -235,7 +235,7 @@ def _group_of_patients(
 class ClinicalSection:
     """The section "For the clinic" of a run's page."""
 
-    def build(self, context: SectionContext) -> Section | None:
+    def build_section(self, context: SectionContext) -> Section | None:
         """Return the section with the options of the last `clinical`; None without predictions of classes here."""
         run_context = context.run_context
         if run_context.task.kind != "classes":
@@ -245,7 +245,7 @@ class ClinicalSection:
         if document is None:
             return None
         values = build_clinical_section(document, context.colors)
-        html = context.fill("clinical", Path(__file__).parent, values | {"document": document})
+        html = context.fill_template("clinical", Path(__file__).parent, values | {"document": document})
         return Section("clinic", "For the clinic", "comparison", html, _answer_checklist(document, values))
 
 

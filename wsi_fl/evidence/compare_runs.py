@@ -64,7 +64,7 @@ def _explain_incomparable(run: FinishedRun, first: FinishedRun, first_path: str)
     """Return the reason why a run cannot be compared with the first one; "" without one."""
     if not run.summary["sites"]:
         return "only a site without labels is here, with nothing to compare"
-    question, first_question = (describe_target(one.pipeline.target) for one in (run, first))
+    question, first_question = (describe_target(compared_run.pipeline.target) for compared_run in (run, first))
     if question != first_question:
         return f"has another target ({question}) than {first_path} ({first_question}); compare runs of one target"
     if run.division != first.division:
@@ -110,16 +110,16 @@ def add_baseline(
     in a note where that is not wanted or impossible.
     """
     first, runs = selected[0], list(selected)
-    given = {run.repetition for run in selected if is_baseline(run, first)}
+    baseline_members = {run.repetition for run in selected if is_baseline(run, first)}
     references = {run.repetition: run for run in sorted(selected, key=lambda run: run.repetition.sort_key)}
     missing = []
     for repetition, run in references.items():
-        if repetition in given:
+        if repetition in baseline_members:
             continue
         reference = replace(first, pipeline=_pipeline_like(study, first.pipeline, run), inputs=run.inputs)
         pipeline = baseline_pipeline(reference.pipeline)
-        if found := find_finished_run(study, LOCAL_METHOD, pipeline, reference.inputs):
-            runs.append(found)
+        if existing_run := find_finished_run(study, LOCAL_METHOD, pipeline, reference.inputs):
+            runs.append(existing_run)
         else:
             missing.append(reference)
     if not missing:

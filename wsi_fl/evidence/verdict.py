@@ -250,6 +250,6 @@ def holm_adjust(p_values: Sequence[float | None]) -> list[float | None]:
     """
     from statsmodels.stats.multitest import multipletests
 
-    known = [p for p in p_values if p is not None]
-    adjusted = iter(multipletests(known, method="holm")[1].tolist() if known else [])
+    available = [p for p in p_values if p is not None]
+    adjusted = iter(multipletests(available, method="holm")[1].tolist() if available else [])
     return [None if p is None else next(adjusted) for p in p_values]
