@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,12 +18,10 @@ from test_pyramid_levels import LACKING, NOTE, left_out, zeroed
 from test_pyramid_levels import write as levels_file
 
 from wsi_fl.demo import simulated_slides
-from wsi_fl.slides.patching.slide_plan import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile_plans as stage
 from wsi_fl.stages.prepare.init_study import init_study
-from wsi_fl.stages.prepare.tile import estimate_bytes, render_tile_lines, tile_slides
-from wsi_fl.stages.prepare.tile_plans import hash_plan_inputs
+from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
 from wsi_fl.stages.runtime.console import TextLine
 from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stages.training import launch
@@ -33,7 +29,7 @@ from wsi_fl.stores.patch_shards import read_shard_content
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import site_lock
-from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
+from wsi_fl.types import WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
 
@@ -140,28 +136,6 @@ def test_a_slide_is_opened_again_only_where_something_changed(study, monkeypatch
     assert again("tile.max_per_slide=5") == []  # what is drawn rests on plans alone
     assert study.store_path("C1").read_bytes() != before and again() == []
     assert study.store_path("C1").read_bytes() == before
-
-
-def test_a_tiling_plan_depends_on_the_slide_its_label_its_outlines_and_the_settings(tmp_path):
-    slide, outlines = tmp_path / "a.tif", tmp_path / "a.xml"
-    slide.write_bytes(b"slide")
-    outlines.write_text("<a/>")
-    record = SlideRecord(slide, "a", "p", "C1", "annotated", True, outlines)
-
-    def made(spec=GridSpec(64, 1.0, 64), params=PlanParams(), reader="auto", **change):  # noqa: B008
-        return hash_plan_inputs(replace(record, **change), spec=spec, params=params, reader=reader)
-
-    found = [
-        *(made(), made(positive=False), made(mpp_override=0.5), made(reader="openslide")),
-        *(made(GridSpec(64, 1.0, 32)), made(params=PlanParams(groups={"hole": "hole"}))),
-    ]
-    assert made(split="test", patient="q") == found[0]
-    assert made(path=tmp_path / "a.mrxs") is None  # its folder would have to be looked at
-    outlines.write_text("<b/>")
-    found.append(made())
-    slide.write_bytes(b"slides")
-    found.append(made())
-    assert len(set(found)) == len(found) and None not in found
 
 
 RANKS = ["-n", "2", "--oversubscribe", "--bind-to", "none"]
@@ -313,15 +287,6 @@ def test_where_tiles_are_no_patches_the_shard_is_raw_and_tile_reports_it(aligned
     written = shards_of(study)[0].stat().st_mtime_ns
     tile_slides(study, site="A", overrides=[*ALIGNED, "tile.mpp=0.75"])  # native is the default
     assert shards_of(study)[0].stat().st_mtime_ns == written
-
-
-def test_the_disk_space_of_a_slide_is_that_of_raw_pixels_where_its_tiles_are_no_patches(aligned):
-    with Slide(aligned[0]) as slide:
-        grids = [(256, 0.5, 256), (256, 0.5, 512), (256, 0.5, 128), (128, 0.5, 128), (256, 0.75, 256)]
-        assert [slide.has_whole_tiles(GridSpec(*grid)) for grid in grids] == [True, True, False, False, False]
-    plans = SimpleNamespace(is_native_tiled=[True, False].__getitem__)
-    needed = estimate_bytes({0: 40, 1: 60}, plans, GridSpec(256, 0.5, 256), "native")
-    assert needed == pytest.approx(256**2 * 3 * (40 / 4 + 60), rel=0.01)
 
 
 def spoil(path, *corners, half=False):
