@@ -116,13 +116,13 @@ def test_detection_lies_between_guessing_and_epsilon_and_falls_with_noise(sigma,
     assert max_tpr([Mechanism(0.0, 1.0, 1.0, 1)], rate) == 1.0 and max_tpr([], rate) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize(("n", "target"), [(1, 8.0), (200, 1.0), (500, 0.1)])
-def test_a_plan_spends_the_budget_and_never_more(n, target):
-    way = propose_plan(n, 20, target, 1e-5, clip=0.7)
+@pytest.mark.parametrize(("n", "epochs", "target"), [(1, 20, 8.0), (200, 20, 1.0), (500, 10, 0.1)])
+def test_a_plan_spends_the_budget_and_never_more(n, epochs, target):
+    way = propose_plan(n, epochs, target, 1e-5, clip=0.7)
     mechanism = way.mechanism
     assert target * 0.98 < epsilon([mechanism], 1e-5) <= target
     assert mechanism.clip == 0.7 and mechanism.sample_rate == 1 / -(-n // way.batch_size)
-    assert mechanism.steps == 20 * -(-n // way.batch_size)
+    assert mechanism.steps == epochs * -(-n // way.batch_size)
 
 
 @pytest.mark.slow
