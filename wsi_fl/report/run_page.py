@@ -27,11 +27,6 @@ _RULES = {
     "relative": "Relative majority of votes",
     "weighted": "Votes weighted by training rows",
 }
-_TEST_SETS = {
-    "internal": "each model on the local test part",
-    "external": "each model on the test parts of all other sites of the run",
-    "merged": "each model on the test parts of all sites",
-}
 _DECISIVE = ("aggregated A", "aggregated B")
 
 
@@ -77,12 +72,6 @@ def render_run_page(page: Page, run_context: Any = None) -> str:
         "between": cross_site_section.build_cross_site_section(page.between),
         "data": _summarize_data(page),
         "slidewise": page.examples != "patches",
-        "tests": [
-            {"name": key.capitalize(), "what": description, **evaluation[key]}
-            for key, description in _TEST_SETS.items()
-        ]
-        if evaluation.get("external")
-        else [],
         "tumor_types": _summarize_tumor_types(evaluated),
         "traffic": run_sections.sum_traffic(page),
         "patches": _encode_pictures(page.patches, page.classes, _PATCHES_SHOWN // (2 if many else 1)),
@@ -154,9 +143,9 @@ def _encode_pictures(
 def _prediction_charts(page: Page) -> list[tuple[str, Chart, str]]:
     """Return (title, chart, caption) of each site's local test part, for numbers and survival."""
     if page.task == "number":
-        return [(site, _truth_chart(site, *values), "") for site, values in page.said.items()]
+        return [(site, _truth_chart(site, *values), "") for site, values in page.predictions.items()]
     ends = [float(name) for name in page.outputs] if page.task == "survival" else []
-    return [(site, *_risk_chart(site, truth, predictions, ends)) for site, (truth, predictions) in page.said.items()]
+    return [(site, *_risk_chart(site, *values, ends)) for site, values in page.predictions.items()]
 
 
 def _truth_chart(site: str, truth: _Floats, predictions: _Floats) -> Chart:

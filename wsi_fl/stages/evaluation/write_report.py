@@ -115,7 +115,7 @@ def _collect_pictures(context: RunContext, stores: dict[str, PatchStore], *, of_
         "patches": {name: partial(_sample_patches, store) for name, store in stores.items()},
         "overviews": {},
         "generated": {name: partial(_sample_generated, path) for name, path in generated.items()},
-        "said": {name: partial(tuple, values) for name, values in _collect_values(context).items()},
+        "predictions": {name: partial(tuple, values) for name, values in _collect_values(context).items()},
     }
     for name, store in stores.items():
         folder = study.store_path(name).parent / "overview"
