@@ -18,8 +18,8 @@ from sklearn.model_selection import cross_val_predict
 from statsmodels.stats.proportion import proportion_confint
 
 from wsi_fl.data.prediction_table import PredictionTable
-from wsi_fl.evidence import clinical_measures as stage
-from wsi_fl.evidence import clinical_metrics, sample_size
+from wsi_fl.evidence import clinical as stage
+from wsi_fl.evidence import clinical_metrics
 from wsi_fl.evidence.clinical_metrics import _Interval
 from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
 from wsi_fl.slides.patching.mosaic import _find_candidates
@@ -119,45 +119,11 @@ def test_net_benefit_is_that_of_dcurves(tumours):
         assert found[name] == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_number_of_patients_is_that_of_the_published_example():
-    """Riley et al. 2021: prevalence 0.018, C statistic 0.8, log-odds normal around −5 with standard deviation 2.5."""
-    found = sample_size.compute_sample_size(0.018, 0.8, sample_size.IntervalWidths(auroc=0.1, expected=1.0))
-    assert found["auroc"] == 4252 and found["expected"] == pytest.approx(905, abs=1)
-    z = np.linspace(-8, 8, 4001)
-    weight = np.exp(-z * z / 2) / np.exp(-z * z / 2).sum()
-    found = sample_size._sample_size_for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92)
-    assert found == pytest.approx(4544, rel=0.01)  # theirs is simulated
-
-
 def test_a_perfect_ranking_of_few_patients_has_a_wide_interval():
     found = clinical_metrics._auroc_interval(np.linspace(0, 1, 18), np.arange(18) >= 10)
     assert (found.value, found.high) == (1, 1) and found.low == pytest.approx(0.025 ** (1 / 8))
     worst = clinical_metrics._auroc_interval(np.linspace(1, 0, 18), np.arange(18) >= 10)
     assert (worst.value, worst.low) == (0, 0) and worst.high == pytest.approx(1 - found.low)
-
-
-def test_the_planned_number_of_patients_gives_the_wanted_interval_width():
-    wanted = sample_size.IntervalWidths(auroc=0.1, slope=0.4, sensitivity=0.1)
-    needed = sample_size.compute_sample_size(0.3, 0.8, wanted, sensitivity=0.85)
-    rng, d = np.random.default_rng(4), 2**0.5 * 0.8416212
-
-    def width(name):
-        case = rng.random(needed[name]) < 0.3
-        lp = np.log(0.3 / 0.7) + d * rng.normal(size=len(case)) + (case - 0.5) * d * d
-        score = 1 / (1 + np.exp(-lp))
-        one = (
-            clinical_metrics._auroc_interval(score, case)
-            if name == "auroc"
-            else clinical_metrics._fit_calibration(score, case)[name]
-        )
-        return one.high - one.low
-
-    # Newcombe's formula errs on the safe side
-    assert np.mean([width("auroc") for _ in range(60)]) == pytest.approx(0.1, rel=0.12)
-    assert np.mean([width("slope") for _ in range(60)]) == pytest.approx(0.4, rel=0.05)
-    n = needed["sensitivity"] * 0.3
-    one = clinical_metrics._wilson_interval(round(0.85 * n), round(n))
-    assert one.high - one.low == pytest.approx(0.1, abs=0.003)
 
 
 def test_patients_are_counted_not_their_examples():

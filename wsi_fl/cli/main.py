@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import FunctionType
 from typing import Annotated, Any
 
@@ -66,7 +65,7 @@ MORE = {
     "Start": ("bench",),
     "Prepare": ("mosaic", "projection", "check", "encoders", "partition", "pack"),
     "Train": ("statistics",),
-    "Results": ("clinical", "plan-size", "audit"),
+    "Results": ("clinical", "audit"),
 }
 """Those that work and are not shown, as docs/reference/commands.md lists them in its groups."""
 
@@ -98,15 +97,6 @@ def _print_help(
         print(context.get_help())
 
 
-def start_demo(
-    out: Annotated[Path, Option(help="Folder for the study.")] = Path("wsi-fl-demo"), as_json: Json = False
-) -> None:
-    """Simulate four hospitals' slides, tile, train local and federated models, and report each hospital's benefit."""
-    from wsi_fl.demo.run import render_demo_lines, run_demo
-
-    print_document(run_demo(out), as_json, render_demo_lines)
-
-
 def check_machine(as_json: Json = False) -> None:
     """Check Python, OpenSlide, MPI, GPUs and disk; show how to fix problems."""
     from wsi_fl.stages.doctor import check_installation, render_doctor_lines
@@ -129,15 +119,13 @@ def show_config(
     print_document({"keys": find_keys(key)}, as_json, render_key_lines)
 
 
-_QUICK_COMMANDS = (prepare.create_study, training.plan_size, training.plan_privacy, show_config)
+_QUICK_COMMANDS = (prepare.create_study, training.plan_privacy, show_config)
 """Commands that start at once; all others take longer than a second to import."""
 
 _COMMANDS: dict[str, Any] = {
-    "demo": start_demo,
     "doctor": check_machine,
     "init": prepare.create_study,
     "config": show_config,
-    "bench": training.run_benchmark,
     "tile": prepare.tile_sites,
     "features": prepare.encode_features,
     "import": prepare.import_features,
@@ -153,11 +141,7 @@ _COMMANDS: dict[str, Any] = {
     "statistics": training.release_statistics,
     "evaluate": training.evaluate,
     "predict": training.predict,
-    "compare": training.compare_runs,
     "report": training.write_report,
-    "clinical": training.report_clinical,
-    "plan-size": training.plan_size,
-    "audit": training.audit_run,
 }
 _VISIBLE_COMMANDS = {name for names in GROUPS.values() for name in names}
 

@@ -22,19 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.data.metrics import INTERVAL_QUANTILES, RankedScores, resample_clusters, share_interval
+
 _Scores = NDArray[np.float64]
 
 _MIN_NON_MEMBERS = 1000
 """Least number of non-members for a true positive rate at a false positive rate of 1 % or less."""
 _GUESS_SHARES = (1.0, 0.5, 0.25, 0.125)
 """Shares of the canaries with a guess: fixed beforehand, each tested at a fourth of the allowed error."""
-ADJACENCY = (
-    "The guarantee concerns one record (a row, or a patient) replaced by nothing while n stays fixed; for one "
-    "record replaced by another, ε is that of a group of two."
-)
-"""The neighbouring data sets of ε; a canary's coin decides between two of them."""
-INTERVAL_QUANTILES = [(1 - 0.95) / 2, (1 + 0.95) / 2]
-"""The quantiles at the ends of a 95 % interval."""
 _MAX_EPSILON = 50.0  # an ε above any bound by canaries
 
 
@@ -42,63 +37,6 @@ def compute_auroc(members: _Scores, others: _Scores) -> float | None:
     """Return the probability of a member to score above a non-member, ties counted half; None without either."""
     (area,) = _rank_scores(members, others).compute_aurocs(np.ones(len(members) + len(others), np.int32))
     return None if np.isnan(area) else float(area)
-
-
-class RankedScores:
-    """Scores of n examples, sorted once for the AUROCs of q targets under any weights; ties count half.
-
-    Args:
-        positive: bool[n, q], whether an example is positive for each target.
-        scores: float64[n, q], higher for more probable positives.
-    """
-
-    def __init__(self, positive: NDArray[np.bool_], scores: _Scores) -> None:
-        # arrays of all targets lie one after the other, so that one call looks up all weights
-        n_above = positive.sum(0)
-        self._target_of_positive = np.repeat(np.arange(len(n_above)), n_above)
-        self._targets, self._target_starts = np.unique(self._target_of_positive, return_index=True)
-        self._negative_starts = np.concatenate([[0], np.cumsum(len(positive) - n_above)])
-        above, below, positions = [], [], []
-        for is_positive, score, first in zip(positive.T, scores.T, self._negative_starts[:-1], strict=True):
-            positive_rows, negative_rows = (
-                rows[np.argsort(score[rows])] for rows in (np.flatnonzero(is_positive), np.flatnonzero(~is_positive))
-            )
-            above.append(positive_rows)
-            below.append(negative_rows)
-            positions.append(
-                [
-                    first + np.searchsorted(score[negative_rows], score[positive_rows], side)
-                    for side in ("left", "right")
-                ]
-            )
-        self._above, self._below = (np.concatenate(arrays).astype(np.int32) for arrays in (above, below))
-        self._positions = np.concatenate(positions, axis=1)
-
-    def compute_aurocs(self, weights: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Return the AUROC of each target, the share of pairs with the positive example above; NaN without a pair.
-
-        It is the Mann–Whitney statistic, in whole numbers up to the division. `weights`, int32[n], is the multiplicity
-        of each example.
-        """
-        # 1. how much weight the first k negative examples have
-        total = np.zeros(len(self._below) + 1, np.int32)
-        np.cumsum(np.take(weights, self._below), out=total[1:])
-        ends = total[self._negative_starts]
-        # 2. for each positive example twice the weight below it: with and without ties
-        below, up_to = np.take(total, self._positions)
-        twice = below + up_to - 2 * ends[self._target_of_positive]
-        positive_weights = np.take(weights, self._above).astype(np.float64)
-        # 3. sums by target
-        twice_wins, n_positive = (self._sum_by_target(positive_weights * twice), self._sum_by_target(positive_weights))
-        pairs = n_positive * np.diff(ends)
-        areas = np.full(len(pairs), np.nan)
-        np.divide(twice_wins / 2, pairs, out=areas, where=pairs > 0)
-        return areas
-
-    def _sum_by_target(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        sums = np.zeros(len(self._negative_starts) - 1)
-        sums[self._targets] = np.add.reduceat(values, self._target_starts)
-        return sums
 
 
 def _rank_scores(members: _Scores, others: _Scores) -> RankedScores:
@@ -150,34 +88,11 @@ def auroc_interval(
     )
 
 
-def share_interval(share: float, n: float) -> tuple[float, float]:
-    """Return the 95 % interval of a share of n independent trials (Clopper and Pearson, 1934), n · share whole or not.
-
-    Example:
-        >>> [round(end, 3) for end in share_interval(1.0, 6)]
-        [0.541, 1.0]
-    """
-    from scipy.stats import beta
-
-    k = share * n
-    low = float(beta.ppf(INTERVAL_QUANTILES[0], k, n - k + 1)) if k > 0 else 0.0
-    return low, float(beta.ppf(INTERVAL_QUANTILES[1], k + 1, n - k)) if k < n else 1.0
-
-
 def _number_clusters(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:
     """Return (cluster number of each row, number of clusters); a row without a patient is a cluster."""
     cluster_names = [name or f"row {k}" for k, name in enumerate(names.tolist())]
     unique_names, clusters = np.unique(cluster_names, return_inverse=True)
     return clusters, len(unique_names)
-
-
-def resample_clusters(rng: np.random.Generator, clusters: NDArray[np.int64], n: int) -> NDArray[np.int32]:
-    """Return int32[rows], the multiplicity of each row in a sample of n clusters with replacement.
-
-    Args:
-        clusters: int64[rows], the number of each row's cluster.
-    """
-    return np.bincount(rng.integers(n, size=n), minlength=n).astype(np.int32)[clusters]
 
 
 def tpr_at_fpr(members: _Scores, others: _Scores, fpr: float) -> float | None:

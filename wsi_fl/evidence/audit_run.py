@@ -25,6 +25,7 @@ from wsi_fl.learning.local_training import example_losses, predict_examples
 from wsi_fl.oneshot.class_statistics import NoisyStatistics, explain_invalid_statistics, head_excluding_site
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.guarantee import ADJACENCY
 from wsi_fl.report.formatting import format_number
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.load_models import is_trained_with_dp
@@ -106,7 +107,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> AuditDocument:
         "tests": tests,
         "level": level,
         "tested": attacks.describe_tests(tests, _CONFIDENCE) if tests else None,
-        "adjacency": attacks.ADJACENCY,
+        "adjacency": ADJACENCY,
         "sites": rows,
         "influence": _measure_influence(context, audited_sites) if context.method.is_oneshot else [],
         "may_plant": not context.pipeline.audit.canaries and _can_plant_canaries(context),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib.ticker import FuncFormatter, NullLocator
@@ -10,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from wsi_fl.evidence.attacks import best_test_tpr as found_at
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, open_figure, render_svg, shorten_label
 from wsi_fl.report.formatting import DASH, Finding, Json, format_number, format_percent, is_number
+from wsi_fl.report.sections import Section, SectionContext
 
 _MODEL_TITLES = {
     "private": "Private model",
@@ -24,10 +26,24 @@ _TAIL_HEADINGS = ("μ at most", "TPR at 1 %", "noise redrawn", "guarantee", "TPR
 _INFLUENCE_HEADINGS = ("site", "largest norm", "norm with noise", "change of the head", "changed predictions")
 
 
-def build_audit_section(audit: Json | None, colors: Mapping[str, str]) -> dict[str, object] | None:
-    """Return the values of the section; None for a run without audit."""
-    if audit is None:
-        return None
+class AuditSection:
+    """The section "Audit" of a run's page."""
+
+    def build(self, context: SectionContext) -> Section | None:
+        """Return the section; None for a run without audit."""
+        audit = context.run_context.run.read_audit()
+        if audit is None:
+            return None
+        values = build_audit_section(audit, context.colors) | {"document": audit}
+        return Section("audit", "Audit", "privacy", context.fill("audit", Path(__file__).parent, values))
+
+
+AUDIT = AuditSection()
+"""The entry of `wsi_fl.report_sections`."""
+
+
+def build_audit_section(audit: Json, colors: Mapping[str, str]) -> dict[str, object]:
+    """Return the values of the section."""
     rows = _flatten_rows(audit)
     planted = [row for row in rows if row["canaries"]]
     return {

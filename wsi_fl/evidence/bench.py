@@ -393,7 +393,7 @@ def run_benchmark(
         "rows": gains,
         "most": max(abs(gain["gain"]) for row in gains for gain in row),
     }
-    write_text(out.with_suffix(".html"), fill_template("bench", page))
+    write_text(out.with_suffix(".html"), fill_template("bench", page, Path(__file__).parent))
     return document | {"page": str(out.with_suffix(".html")), "cells": [gain for row in gains for gain in row]}
 
 

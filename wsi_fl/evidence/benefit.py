@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.data.metrics import SCORES
 from wsi_fl.data.tasks import CLASSES, Task
-from wsi_fl.evidence.compare_runs import FinishedRun
+from wsi_fl.evidence.benefit_figure import build_benefit_finding
 from wsi_fl.evidence.verdict import (
     Estimate,
     EstimateDocument,
@@ -21,9 +21,10 @@ from wsi_fl.evidence.verdict import (
     estimate_ratio,
     has_pooled_gain,
 )
-from wsi_fl.report.formatting import score_in_sentence
+from wsi_fl.report.formatting import Finding, Json, score_in_sentence
 from wsi_fl.stages.evaluation.write_predictions import ExampleScores, Key, read_example_scores
 from wsi_fl.stages.site.target_labels import build_task
+from wsi_fl.stages.training.finished_runs import FinishedRun
 
 BALANCED = "balanced accuracy"
 """Name of the measure where classes are so unequal in size that they are weighted equally."""
@@ -208,3 +209,19 @@ def _stack_arrays(
     known_noises = [runs[seed].noise for seed in seeds]
     noise = None if all(value is None for value in known_noises) else np.array([value or 0.0 for value in known_noises])
     return pairs[:, :, 0], pairs[:, :, 1], np.array(["\n".join(key[:2]) for key in keys]), noise
+
+
+class Measure:
+    """The benefit of federation, for a run's page and a model card."""
+
+    def measure(self, runs: Mapping[str, Sequence[FinishedRun]], test_set: str) -> Gain:
+        """Return the benefit over all sites, as `compare_over_all`."""
+        return compare_over_all(runs, test_set)
+
+    def describe(self, gain: Json, score_text: str, baseline: str) -> Finding:
+        """Return a sentence with the gain and its verdict."""
+        return build_benefit_finding(gain, score_text, baseline)
+
+
+MEASURE = Measure()
+"""The entry of `wsi_fl.benefit`."""

@@ -13,8 +13,7 @@ from math import exp, log, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.data.metrics import aggregate_slides
-from wsi_fl.evidence.attacks import share_interval
+from wsi_fl.data.metrics import aggregate_slides, share_interval
 
 _Floats = NDArray[np.float64]
 Names = NDArray[np.str_]

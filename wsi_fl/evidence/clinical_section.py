@@ -10,10 +10,8 @@ from wsi_fl.report.figures import INK, MUTED, Chart, open_figure, render_svg
 from wsi_fl.report.formatting import Json, format_number
 
 
-def build_clinical_section(document: Json | None, colors: Mapping[str, str]) -> dict[str, object] | None:
-    """Return the values of the section; None without clinical measures."""
-    if document is None:
-        return None
+def build_clinical_section(document: Json, colors: Mapping[str, str]) -> dict[str, object]:
+    """Return the values of the section."""
     groups = _list_subgroups(document)
     return {
         "cells": build_clinical_cells(document),
@@ -101,7 +99,7 @@ def list_clinical_findings(document: Json) -> list[str]:
     if small_classes:
         sentences.append(
             f"So few cases are not conclusive ({', '.join(sorted(small_classes))}); "
-            "`wsi-fl plan-size` computes the sample size."
+            "pmvalsampsize computes the sample size of a test set."
         )
     return sentences
 

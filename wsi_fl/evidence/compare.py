@@ -14,7 +14,13 @@ from wsi_fl.data.metrics import mean_and_sd, mean_of_available
 from wsi_fl.evidence import benefit_figure as worth_figure
 from wsi_fl.evidence import comparison_page
 from wsi_fl.evidence.benefit import BALANCED, Gain, compare_by_site, compare_over_all
-from wsi_fl.evidence.compare_runs import FinishedRun, add_baseline, find_differing_settings, is_baseline, resolve_runs
+from wsi_fl.evidence.compare_runs import (
+    add_baseline,
+    baseline_pipeline,
+    find_differing_settings,
+    is_baseline,
+    resolve_runs,
+)
 from wsi_fl.evidence.comparison_page import ChartRow, settings_words
 from wsi_fl.evidence.verdict import PairedTest, compare_pairs, holm_adjust
 from wsi_fl.federation.methods import LOCAL_METHOD
@@ -22,6 +28,7 @@ from wsi_fl.report import formatting
 from wsi_fl.stages.evaluation.write_predictions import read_example_scores
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.site.site_data import find_example_kind
+from wsi_fl.stages.training.finished_runs import FinishedRun, effective_settings
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_csv, write_text
 from wsi_fl.types import WsiFlError
@@ -273,7 +280,7 @@ def _group_runs(
         row.runs.append(run)
         row.values.append(_site_values(evaluation, on))
     if not any(row.is_local_baseline(first) for row in rows.values()):
-        local_settings = first.baseline_settings
+        local_settings = effective_settings(LOCAL_METHOD, baseline_pipeline(first.pipeline))
         empty = _MethodRow(LOCAL_METHOD, False, {key: local_settings[key] for key in keys if key in local_settings})
         if other_row := rows.get(empty.label):  # local models with other settings
             other_settings = other_row.runs[0].settings

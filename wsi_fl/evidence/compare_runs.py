@@ -4,106 +4,23 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from wsi_fl.federation.methods import LOCAL_METHOD, SHARED_HEAD
-from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import NestedProgress, Watcher
-from wsi_fl.stages.site.run_context import RunContext, find_method
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import find_example_kind
 from wsi_fl.stages.site.target_labels import describe_target
-from wsi_fl.stages.training.train import SeriesMember, train
-from wsi_fl.study.folder import Study, load_run_pipeline
+from wsi_fl.stages.training.finished_runs import FinishedRun, find_finished_run, flatten_settings
+from wsi_fl.stages.training.train import train
+from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import AuditSettings, Pipeline
-from wsi_fl.study.toml import Section, toml_value
-from wsi_fl.types import UsageError, WsiFlError
-
-_CLOSED_FORM_HEADS = ("linear_head", "mean_head")
-"""Models that are fitted in closed form with `train.tune`."""
-_ROUND_SETTINGS = (
-    *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
-    *("train.weight_decay", "train.balance", "model.proxy"),
-)
-"""Settings without effect on models that are fitted in closed form."""
-
-
-@dataclass(frozen=True)
-class FinishedRun:
-    """A finished run.
-
-    Attributes:
-        inputs: digest of the training store of every site here.
-        summary: the document of `train --json`.
-    """
-
-    folder: RunFolder
-    method: str
-    pipeline: Pipeline
-    inputs: Mapping[str, str]
-    summary: Mapping[str, Any]
-
-    @classmethod
-    def load(cls, path: Path) -> FinishedRun:
-        """Load the run in a folder.
-
-        Raises:
-            WsiFlError: when it is not finished.
-        """
-        folder = RunFolder(path)
-        summary, pipeline = folder.require_summary(), load_run_pipeline(path / "config.toml")
-        receivers = summary.get("inference_sites", ())
-        inputs = {name: digest for name, digest in folder.store_digests().items() if name not in receivers}
-        return cls(folder, folder.manifest["method"], pipeline, inputs, summary)
-
-    @property
-    def seed(self) -> int:
-        return self.pipeline.train.seed
-
-    @property
-    def repetition(self) -> SeriesMember:
-        """The repetition: seed, fold and left-out site."""
-        return SeriesMember.read_member(self.pipeline)
-
-    @property
-    def division(self) -> tuple[int | None, bool]:
-        """The division of patients: the number of folds, and whether a site is left out."""
-        return self.pipeline.train.folds, self.pipeline.train.left_out is not None
-
-    @property
-    def dp(self) -> bool:
-        return self.pipeline.privacy.has_noise
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return effective_settings(self.method, self.pipeline)
-
-    @property
-    def baseline_settings(self) -> dict[str, Any]:
-        """The settings of the local baseline."""
-        return effective_settings(LOCAL_METHOD, _baseline_pipeline(self.pipeline))
-
-
-def effective_settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
-    """Return the settings that affect training of this method on given stores."""
-    ignored = ["sites", "subtypes.", *find_method(method, pipeline).inert_keys]
-    for name, section in pipeline:
-        if isinstance(section, Section):
-            ignored += [f"{name}.{key}" for key in section.without_effect]
-    if not find_example_kind(pipeline).is_images:
-        ignored += ["train.augment", "train.input_px"]
-    if pipeline.train.tune and not pipeline.privacy.enabled and pipeline.model.private in _CLOSED_FORM_HEADS:
-        ignored += _ROUND_SETTINGS
-    if not pipeline.privacy.enabled:
-        ignored += ["privacy."]
-    elif pipeline.privacy.target_epsilon is not None:  # every site has its own
-        ignored += ["privacy.sigma", "train.batch_size"]
-    if pipeline.privacy.enabled and pipeline.privacy.mode == "strict":
-        ignored += ["train.beta"]
-    return {key: value for key, value in _flatten_settings(pipeline).items() if not key.startswith(tuple(ignored))}
+from wsi_fl.study.toml import toml_value
+from wsi_fl.types import UsageError
 
 
 def find_differing_settings(runs: Sequence[FinishedRun]) -> list[str]:
@@ -122,22 +39,6 @@ def find_differing_settings(runs: Sequence[FinishedRun]) -> list[str]:
             if value not in distinct:
                 distinct.append(value)
     return [k for k, distinct in values.items() if len(distinct) > 1 or (k == "privacy.sigma" and distinct == [0])]
-
-
-def _flatten_settings(pipeline: Pipeline) -> dict[str, Any]:
-    """Return the settings by their keys as after `--set`."""
-    values: dict[str, Any] = {}
-    for section, content in pipeline.model_dump(by_alias=True).items():
-        keys = content if isinstance(content, dict) else {"": content}
-        values |= {f"{section}.{key}".removesuffix("."): value for key, value in keys.items()}
-    return values
-
-
-def find_finished_runs(study: Study, method: str = "*") -> Iterator[FinishedRun]:
-    """Yield the finished runs of a study, or of a method in it, the last first."""
-    for path in sorted(study.runs_path.glob(f"[0-9]*-{method}-*"), reverse=True):
-        with suppress(WsiFlError):  # unfinished, or written by another version
-            yield FinishedRun.load(path)
 
 
 def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
@@ -171,7 +72,7 @@ def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
                 f"{run_path}: tests other patients than {first_path}, by {_describe_division(run)} and not by "
                 f"{_describe_division(first)}; compare runs of one division"
             )
-        if not _has_same_inputs(run, first.inputs):
+        if not run.has_same_inputs(first.inputs):
             a, b = first.inputs, run.inputs
             names = a.keys() & b.keys() if first.division[1] else a.keys() | b.keys()
             differing_site = next(name for name in sorted(names) if a.get(name) != b.get(name))
@@ -185,13 +86,6 @@ def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
 def _describe_division(run: FinishedRun) -> str:
     folds, left_out = run.division
     return f"{folds} folds" if folds else "leaving a site out" if left_out else "the stores' own split"
-
-
-def _has_same_inputs(run: FinishedRun, inputs: Mapping[str, str]) -> bool:
-    """Return whether a run was trained on stores with these digests; runs with a left-out site differ in sites."""
-    if run.pipeline.train.left_out is None:
-        return run.inputs == inputs
-    return all(inputs.get(name, digest) == digest for name, digest in run.inputs.items())
 
 
 def _resolve_paths(study: Study, selection: str) -> list[Path]:
@@ -208,25 +102,6 @@ def _resolve_paths(study: Study, selection: str) -> list[Path]:
     if not chosen:
         raise UsageError(f"no run {selection!r} in {study.relative_path(study.runs_path)}/")
     return chosen
-
-
-def _is_repetition(run: FinishedRun, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> bool:
-    """Return whether a run has these settings and stores, whatever its seed or fold."""
-    return (
-        run.method == method
-        and run.pipeline.privacy.enabled == pipeline.privacy.enabled
-        and _has_same_inputs(run, inputs)
-        and run.settings == effective_settings(method, pipeline)
-    )
-
-
-def find_finished_run(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> FinishedRun | None:
-    """Return the last finished run of a method with these settings, seed and fold on these stores; None without."""
-    for run in find_finished_runs(study, method):
-        same = run.repetition == SeriesMember.read_member(pipeline) and run.division[0] == pipeline.train.folds
-        if same and _is_repetition(run, method, pipeline, inputs):
-            return run
-    return None
 
 
 def add_baseline(
@@ -247,7 +122,7 @@ def add_baseline(
     missing = []
     for reference in references.values():
         if (
-            run := find_finished_run(study, LOCAL_METHOD, _baseline_pipeline(reference.pipeline), reference.inputs)
+            run := find_finished_run(study, LOCAL_METHOD, baseline_pipeline(reference.pipeline), reference.inputs)
         ) is not None:
             runs.append(run)
         else:
@@ -305,10 +180,10 @@ def _format_members(runs: Sequence[FinishedRun]) -> str:
 
 def is_baseline(run: FinishedRun, first: FinishedRun) -> bool:
     """Return whether a run is the local baseline with the settings and stores of the first run."""
-    return _is_repetition(run, LOCAL_METHOD, _baseline_pipeline(first.pipeline), first.inputs)
+    return run.repeats(LOCAL_METHOD, baseline_pipeline(first.pipeline), first.inputs)
 
 
-def _baseline_pipeline(pipeline: Pipeline) -> Pipeline:
+def baseline_pipeline(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline of the local baseline: tuned on the site's patients, without DP and canaries."""
     model = pipeline.model
     shared = model.proxy.startswith(SHARED_HEAD)  # a head of all sites, which a local baseline does not have
@@ -337,10 +212,10 @@ def _explain_missing_baseline(study: Study, reference: FinishedRun) -> str:
 
 def _training_recipe(study: Study, reference: FinishedRun) -> tuple[str, list[str]]:
     """Return (pipeline, overrides) with the settings of a run's local baseline."""
-    target_values = _flatten_settings(_baseline_pipeline(reference.pipeline))
+    target_values = flatten_settings(baseline_pipeline(reference.pipeline))
     name = str(reference.folder.manifest["pipeline"])
     with suppress(UsageError):  # the pipeline may be gone
-        base = _flatten_settings(study.load_pipeline(name))
+        base = flatten_settings(study.load_pipeline(name))
         base["sites"] = base["sites"] or study.site_names()
         changed = {key: value for key, value in target_values.items() if value != base.get(key)}
         if None not in changed.values():

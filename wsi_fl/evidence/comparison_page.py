@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import matplotlib as mpl
@@ -236,7 +237,7 @@ def render_comparison_page(document: Json, series: Sequence[ChartRow], *, create
         "span": (min(values), max(values)) if values else None,
         "created": created,
     }
-    return fill_template("comparison", context)
+    return fill_template("comparison", context, Path(__file__).parent)
 
 
 def settings_words(settings: Mapping[str, Any]) -> str:
