@@ -21,7 +21,7 @@ from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.loop import run
 from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, Method, Weights
 from wsi_fl.federation.site_state import Schedule, Site
-from wsi_fl.learning.local_training import DPSettings, Learner, load_site_rows
+from wsi_fl.learning.local_training import DPSettings, Learner
 from wsi_fl.oneshot.projection import N_RANDOM, Projection
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.engine_selection import select_engine
@@ -141,7 +141,8 @@ def federate(
         make = private if role == "private" else proxy or private
         model = _make_seeded(make, seed + (_SEED_STEP * (index + 1) if has_own_start else 0))
         dp = _make_dp_settings(model, train, plan) if row.learners[role].dp and plan is not None else None
-        return Learner(model, lr=lr, weight_decay=0.0, device=_CPU, dp=dp, task=train.task)
+        trainer = row.payload.build_trainer if role == row.mixing_role else None
+        return Learner(model, lr=lr, weight_decay=0.0, device=_CPU, dp=dp, task=train.task, build_trainer=trainer)
 
     with TemporaryDirectory() as temporary:
         built_sites = []
@@ -173,8 +174,8 @@ def federate(
                 units=units,
                 n_classes=n_classes,
             )
-            if row.is_oneshot:
-                load_site_rows(site.learners["shared"], train)
+            if row.mixing_role is not None:
+                row.payload.load_rows(site.mixing_learner(row), train)
             built_sites.append(site)
         try:
             run(built_sites, row, schedule, LocalComm(len(built_sites)), collect_line)

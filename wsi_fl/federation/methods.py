@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from wsi_fl.federation.payload import ModelPayload
 from wsi_fl.plugins import PluginTable
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class Method:
         learners: the models of a site by role: "private", and "proxy" or "shared" where there is one.
         step: one local step on a batch; returns the loss of each role.
         disclosures: everything that leaves a site.
+        payload: what travels in rounds; by default a trained model.
         learns_from: the source of a round's training examples, see `learning.units`; "everybody" is pooled training.
         variants: (key, value) of a pipeline → the method in place of this one for that value.
         baselines: the module with `run_baselines`, which trains it and its paper's baselines, and
@@ -128,6 +130,7 @@ class Method:
     step: Callable[[Learners, Batch, Weights, CipherStream], dict[str, float]]
     disclosures: tuple[Disclosure, ...] = ()
     learns_from: LearnsFrom = "own"
+    payload: ModelPayload = field(default_factory=ModelPayload)
     variants: Mapping[tuple[str, Any], Method] = field(default_factory=dict)
     baselines: str = ""
 
@@ -253,7 +256,7 @@ def _step_mutual(learners: Learners, batch: Batch, weights: Weights, noise: Ciph
 
 def _step_statistics(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Compute the class statistics of all rows; the private model was fitted before."""
-    from wsi_fl.learning.local_training import compute_statistics
+    from wsi_fl.oneshot.payload import compute_statistics
 
     del weights
     compute_statistics(learners["shared"], batch, noise)
@@ -265,8 +268,17 @@ def _oneshot_method() -> Method:
 
     In its variant the statistics are read from files, and nothing is sent.
     """
+    from wsi_fl.oneshot.payload import StatisticsPayload
+
     statistics = Disclosure("sums", "star", "shared", timing="once")
-    row = Method("One-shot", "class statistics, released once", _WITH_HEAD, _step_statistics, (statistics,))
+    row = Method(
+        "One-shot",
+        "class statistics, released once",
+        _WITH_HEAD,
+        _step_statistics,
+        (statistics,),
+        payload=StatisticsPayload(),
+    )
     by_files = replace(row, disclosures=(replace(statistics, route=FILES),), learns_from="nothing")
     return replace(row, variants={("train.from_released", True): by_files})
 

@@ -5,7 +5,7 @@ Models start at random, from weights, or from released class statistics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, replace
 from functools import partial
 from sys import maxsize
@@ -48,7 +48,7 @@ from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger_file import run_id
-from wsi_fl.privacy.privacy_plan import PrivacyPlan
+from wsi_fl.privacy.privacy_plan import PrivacyPlan, PrivateTrainer
 from wsi_fl.slides.patching.scan_copies import describe_copies
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.privacy_account import build_units, count_affordable, loss_weights, open_account
@@ -137,10 +137,9 @@ def build_site(context: RunContext, index: int) -> Site:
         returning=name in context.run.list_returning_sites(),
     )
     _tune_site(context, site)
-    if context.method.is_oneshot:
-        from wsi_fl.learning.local_training import load_site_rows  # and with it Opacus
-
-        load_site_rows(site.learners["shared"], site.train)
+    for role in COMMON:
+        if role in site.learners:
+            context.method.payload.load_rows(site.learners[role], site.train)
     if context.statistics:
         _load_released(context, site)
     if buffer := context.method.find_disclosure("buffer"):
@@ -407,7 +406,10 @@ def _learner_factory(
         hyper_parameters = (
             _default_parameters(keys) if stays else HyperParameters(keys.lr, keys.weight_decay, keys.balance)
         )
-        return _build_learner(model, hyper_parameters, train, n_classes, device, pipeline, dp=settings)
+        build_trainer = context.method.payload.build_trainer if role == context.method.mixing_role else None
+        return _build_learner(
+            model, hyper_parameters, train, n_classes, device, pipeline, dp=settings, build_trainer=build_trainer
+        )
 
     return make_learner
 
@@ -426,6 +428,7 @@ def _build_learner(
     pipeline: Pipeline,
     *,
     dp: DPSettings | None = None,
+    build_trainer: Callable[[Learner, DPSettings], PrivateTrainer] | None = None,
 ) -> Learner:
     """Return a learner for training examples; with differential privacy classes are not balanced."""
     return Learner(
@@ -437,6 +440,7 @@ def _build_learner(
         class_weights=_class_weights(train.label, n_classes) if hyper_parameters.balance and dp is None else None,
         task=train.task,
         bfloat16=pipeline.gpu.train == "bfloat16",
+        build_trainer=build_trainer,
     )
 
 
@@ -569,7 +573,7 @@ def _load_released(context: RunContext, site: Site) -> None:
             values = torch.from_numpy(local_statistics.vector).double()
             k = len(values) - local_statistics.header.columns
             head.set_noisy_statistics(values[:k], values[:k], values[k:])
-        learners["shared"].load_vector(mean, n_sites=n)
+        context.method.payload.load_mixture(learners["shared"], mean, n)
         return
     assert context.method.mixing_role is not None
     learner = learners[context.method.mixing_role]
