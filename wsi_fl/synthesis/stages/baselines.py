@@ -21,7 +21,8 @@ from wsi_fl.stages.training.train import begin_run
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
-from wsi_fl.system.files import read_json
+from wsi_fl.synthesis.stages.baselines_section import BASELINES_FILE
+from wsi_fl.system.files import read_json, write_sealed
 from wsi_fl.types import UsageError
 
 _REGULAR, _MPCPA, _JOINT, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
@@ -99,7 +100,7 @@ def run_baselines(
     for n in mpcpa.curve:
         curve[n] = curve.get(n) or trainings.run_method(_MPCPA, pipeline.replace_keys(mpcpa={"per_class": n}))[1]
     document = _build_document(context, runs, evaluations, curve)
-    runs[_MPCPA].write("mpcpa", document)
+    write_sealed(runs[_MPCPA].path / BASELINES_FILE, document)
     return document
 
 
