@@ -12,7 +12,7 @@ from wsi_fl.data.metrics import mean_and_sd
 from wsi_fl.data.survival import compute_risk, kaplan_meier, logrank_test
 from wsi_fl.report import cross_site_section, figures, formatting, inline_pictures, run_sections
 from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Chart, open_figure, render_svg
-from wsi_fl.report.formatting import Finding, Json, format_number
+from wsi_fl.report.formatting import Json, format_number
 from wsi_fl.report.run_sections import Page
 from wsi_fl.report.sections import SectionContext, build_sections
 from wsi_fl.report.templates import fill_template
@@ -20,13 +20,6 @@ from wsi_fl.report.templates import fill_template
 _Floats = NDArray[np.float64]
 _PATCHES_SHOWN = 6
 """Sample patches per site and label; half as many when there are many sites."""
-_RULES = {
-    "mean": "Mean of the probabilities",
-    "weighted_mean": "Mean, weighted by training rows",
-    "absolute": "Absolute majority of votes",
-    "relative": "Relative majority of votes",
-    "weighted": "Votes weighted by training rows",
-}
 
 
 def render_run_page(page: Page, run_context: Any = None) -> str:
@@ -58,7 +51,7 @@ def render_run_page(page: Page, run_context: Any = None) -> str:
         "privacy": run_sections.summarize_privacy(page),
         "added": added,
         "answers": {number: answer for section in added for number, answer in section.checklist.items()},
-        "aggregation": _summarize_aggregation(page),
+        "generated": _encode_pictures(page.generated, page.classes, _PATCHES_SHOWN),
         "rows": runs,
         "comparison": run_sections.plot_comparisons(page, runs, colors),
         "curves": run_sections.plot_round_curves(page, colors),
@@ -173,24 +166,3 @@ def _risk_chart(site: str, truth: _Floats, predictions: _Floats, ends: list[floa
         test_text = "Too few patients or events for a test." if p is None else f"Log-rank p = {format_number(p)}."
         alt = f"Kaplan–Meier curves of two halves of {len(truth)} test patients of {site}. {test_text}"
         return Chart(render_svg(figure, f"Survival by predicted risk, {site}"), alt), test_text
-
-
-def _summarize_aggregation(page: Page) -> dict[str, object] | None:
-    """Return the section on aggregated predictions; None with fewer than two sites on the same test set."""
-    evaluation = page.evaluation or {}
-    if not (aggregated := evaluation.get("aggregated")):
-        return None
-    mean = evaluation["merged"]["accuracy"]["mean"]
-    accuracy = aggregated["rules"][aggregated["rule"]]["accuracy"]
-    text = (
-        f"Aggregated predictions reach an accuracy of {format_number(accuracy)}, those of one site "
-        f"{format_number(mean)} on average. In a single run a difference of a few points means nothing."
-    )
-    return {
-        "used": _RULES[aggregated["rule"]],
-        "rules": [(_RULES[name], scores) for name, scores in aggregated["rules"].items()],
-        "findings": []
-        if mean is None or accuracy is None
-        else [Finding("good" if accuracy > mean else "unclear", text)],
-        "generated": _encode_pictures(page.generated, page.classes, _PATCHES_SHOWN),
-    }
