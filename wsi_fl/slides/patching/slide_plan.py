@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.slides.patching.annotations import Annotations, OutlineRole, read_annotations, share_inside
-from wsi_fl.slides.patching.artifacts import ArtifactSegmenter, QualityParams, describe_reasons, find_artifacts
+from wsi_fl.slides.patching.artifacts import ArtifactKind, describe_reasons, find_artifacts
 from wsi_fl.slides.patching.outline_placement import Origin
 from wsi_fl.slides.patching.slide_survey import PICTURE_PX, SlideFacts, SlideSurvey, survey_slide
 from wsi_fl.slides.patching.tissue import TissueParams
@@ -36,7 +36,8 @@ class PlanParams:
     groups: Mapping[str, OutlineRole] = field(default_factory=dict)
     origin: Origin = None
     """The corner of the slide from which outlines count."""
-    quality: QualityParams = field(default_factory=QualityParams)
+    max_artifacts: Mapping[ArtifactKind, float] = field(default_factory=dict)
+    """Artifacts for which patches are excluded, each with the largest share that is tolerated."""
 
 
 def _label_patches(
@@ -113,22 +114,14 @@ class AllPatchesExcluded(WsiFlError):
 
 
 def plan_slide(
-    record: SlideRecord,
-    spec: GridSpec,
-    params: PlanParams | None = None,
-    *,
-    reader: Reader = "auto",
-    segmenter: ArtifactSegmenter | None = None,
+    record: SlideRecord, spec: GridSpec, params: PlanParams | None = None, *, reader: Reader = "auto"
 ) -> SlidePlan:
     """Find tissue, lay the grid and label it, from a thumbnail and the annotation; some artifacts need patches too.
-
-    Args:
-        segmenter: finds artifacts of its classes instead of the measures of `quality`.
 
     Raises:
         WsiFlError: when the slide cannot be used: unreadable, without mpp, coarser than `spec` by over 10 %,
             without tissue, contradicting its annotation, or without a patch to keep.
-        AllSetAside: when all patches have artifacts.
+        AllPatchesExcluded: when all patches have artifacts.
     """
     params = params or PlanParams()
     survey = survey_slide(record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader)
@@ -148,7 +141,7 @@ def plan_slide(
         reason = "; ".join([_explain_no_patch(survey, params, tumor, unsure), *notes])
         raise WsiFlError(f"{record.path.name}: no patch to keep: {reason}")
     excluded = np.flatnonzero(keep)
-    artifacts = find_artifacts(survey, excluded, params.quality, segmenter)
+    artifacts = find_artifacts(survey, excluded, params.max_artifacts)
     excluded, artifacts = excluded[artifacts != ""], artifacts[artifacts != ""]
     keep[excluded] = False
     if not keep.any():
