@@ -24,8 +24,9 @@ from wsi_fl.slides.patching.slide_plan import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile_plans as stage
 from wsi_fl.stages.prepare.init_study import init_study
-from wsi_fl.stages.prepare.tile import estimate_bytes, render_tile_lines, tile_slides
+from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
 from wsi_fl.stages.prepare.tile_plans import hash_plan_inputs
+from wsi_fl.stages.prepare.write_shards import estimate_bytes
 from wsi_fl.stages.runtime.console import TextLine
 from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stages.training import launch
@@ -412,7 +413,7 @@ MEMORY = """
 from pathlib import Path
 import numpy as np
 from wsi_fl.slides.patching.slide_plan import SlidePlan
-from wsi_fl.stages.prepare.tile_plans import Plans, choose
+from wsi_fl.stages.prepare.tile_plans import Plans, sample_patches
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_store import SlideSource
 from wsi_fl.stores.patch_shards import ShardMeta, link_shards, write_positions
@@ -426,13 +427,13 @@ for k, record in enumerate(records):
     seen = bytes(200_000), np.zeros(1 << 17, np.uint8), (1024, 1024), [np.zeros((50, 2))]
     aside = np.zeros((0, 2), np.int64), np.zeros(0, "U1"), "saturation", 1.0
     facts = record, spec, 0.5, (100_000, 100_000), (0, 0, 100_000, 100_000), "hash", False, 97.0, ()
-    plans.save(k, SlidePlan(*facts, *rows, *seen, *aside), None)
-for k, keep in enumerate(choose(plans, range({n}), balance=True, max_per_slide=None)):
-    one = plans.load(k)
+    plans.save_plan(k, SlidePlan(*facts, *rows, *seen, *aside), None)
+for k, keep in enumerate(sample_patches(plans, range({n}), balance=True, max_per_slide=None)):
+    one = plans.load_plan(k)
     text = np.full(int(keep.sum()), one.record.slide)
     table = PatchTable(one.xy_l0[keep], one.label[keep], one.tumor_fraction[keep], text, text, text)
     shards.append(folder / "slides" / f"{{k}}.h5")
-    meta = ShardMeta(one.record.slide, one.record.patient, "train", spec, "", wanted="none")
+    meta = ShardMeta(one.record.slide, one.record.patient, "train", spec, "", content="none")
     write_positions(shards[-1], meta, table, SlideSource(one.record.slide, "x", "", None, "auto"))
 link_shards(folder / "patches.h5", StoreMeta("A", CLASSES, spec), shards)
 print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])  # ru_maxrss counts the parent
