@@ -30,7 +30,8 @@ from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.prepare import slide_lists
 from wsi_fl.stages.prepare.build_bags import make_mosaics
 from wsi_fl.stages.prepare.init_study import init_study
-from wsi_fl.stores.bag_store import BagStore, read_bag_shard
+from wsi_fl.stores.bag_shards import read_bag_shard
+from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, WsiFlError
 

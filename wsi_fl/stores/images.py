@@ -31,6 +31,7 @@ _IDX_NAMES = {
     "y_test": "t10k-labels-idx1-ubyte",
 }
 _UNREADABLE = (*DAMAGE, AssertionError, EOFError, BadZipFile, ZlibError)
+_Arrays = dict[str, NDArray[Any]]
 _MAX_CLASSES = 10_000
 """Larger labels are no classes."""
 
@@ -86,7 +87,7 @@ def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
     return ImageDataSet(sets["train"], sets.get("test"), tuple(str(k) for k in range(n_classes)))
 
 
-def _read_npz(path: Path) -> dict[str, Any]:
+def _read_npz(path: Path) -> _Arrays:
     with np.load(path, allow_pickle=False) as file:
         names = [name for name in file.files if name in _ARRAY_NAMES]
         stated = sum(_n_bytes(file.zip, name) for name in names)
@@ -105,23 +106,25 @@ def _n_bytes(archive: Any, name: str) -> int:
     return prod(shape) * dtype.itemsize
 
 
-def _read_hdf5(path: Path) -> dict[str, Any]:
+def _read_hdf5(path: Path) -> _Arrays:
     with open_hdf5(path) as file:
         nodes = {name: read_dataset(file, name) for name in file if name in _ARRAY_NAMES}
         refuse_too_large(path, sum(int(node.size) * node.dtype.itemsize for node in nodes.values()))
         return {name: node[()] for name, node in nodes.items()}
 
 
-def _read_idx(folder: Path) -> dict[str, Any]:
+def _read_idx(path: Path) -> _Arrays:
     from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
 
-    return {name: read_sn3_pascalvincent_tensor(str(folder / file)).numpy() for name, file in _IDX_NAMES.items()}
+    return {name: read_sn3_pascalvincent_tensor(str(path / file)).numpy() for name, file in _IDX_NAMES.items()}
 
 
-def _read_arrays(path: Path) -> dict[str, Any]:
-    kind, read = ("HDF5 file", _read_hdf5) if path.suffix.lower() in _HDF5 else ("npz file", _read_npz)
+def _read_arrays(path: Path) -> _Arrays:
+    kind, read = "npz file", _read_npz
     if path.is_dir():
         kind, read = "copy of MNIST's four files", _read_idx
+    elif path.suffix.lower() in _HDF5:
+        kind, read = "HDF5 file", _read_hdf5
     try:
         return read(path)
     except _UNREADABLE as error:
@@ -176,7 +179,7 @@ def _make_square(pixels: NDArray[np.uint8], size_px: int | None, where: str) -> 
     out = np.empty((len(pixels), size_px, size_px, channels), np.uint8)
     for k, image in enumerate(pixels):
         picture = Image.fromarray(image[..., 0] if channels == 1 else image)
-        out[k] = np.reshape(picture.resize((size_px, size_px), Image.Resampling.BOX), out[k].shape)
+        out[k] = np.asarray(picture.resize((size_px, size_px), Image.Resampling.BOX)).reshape(out[k].shape)
     return out
 
 

@@ -1,4 +1,4 @@
-"""`wsi-fl tile`: write the patch store of a site; with `--dry-run`, estimate patches, bytes and time.
+"""`wsi-fl tile`: write the patch store of a site.
 
 Slides are planned (tissue, grid, labels) from thumbnails and annotations; patches are selected over the whole site;
 only then are pixels read, slide by slide, into shards. A finished shard with the same fingerprint is reused, so a
@@ -8,8 +8,6 @@ killed job loses at most the slide in hand.
 from __future__ import annotations
 
 import csv
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +15,7 @@ from dataclasses import asdict, replace
 from math import isfinite, isnan
 from pathlib import Path
 from statistics import median
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +23,11 @@ from numpy.typing import NDArray
 from wsi_fl.slides.patching.artifacts import KINDS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
 from wsi_fl.slides.patching.splits import assign_splits
-from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.stages.prepare import slide_lists
 from wsi_fl.stages.prepare.slide_lists import Outcome, Scope, SlideList, SlideQuality
-from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_slides, sample_patches
-from wsi_fl.stages.prepare.write_shards import ShardWriter, estimate_bytes
-from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher, print_message
+from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_slides
+from wsi_fl.stages.prepare.write_shards import ShardWriter
+from wsi_fl.stages.runtime.console import Lines, TextLine, Watcher, print_message
 from wsi_fl.stages.runtime.rank_job import RankJob
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_shards import Counts, link_shards, read_linked_counts
@@ -39,11 +36,44 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import site_lock, write_csv
 from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, ExcludedSlide, SlideRecord, WsiFlError
 
-_SAMPLE_SLIDES, _SAMPLE_PATCHES = 8, 128
-"""Slides per site in a dry run, evenly from its list, and patches read of each."""
+
+class _TissueRow(TypedDict):
+    """The slides of a method of tissue detection, and their median gain over saturation, if any."""
+
+    slides: int
+    gain: float | None
 
 
-def tile_slides(study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]) -> dict[str, Any]:
+class _TileRow(TypedDict):
+    """A site's row in the document of `tile`: numbers of slides, patches (by label and split) and patients."""
+
+    site: str
+    slides: int
+    failed: list[dict[str, str]]
+    notes: list[dict[str, str]]
+    patches: int
+    healthy: int
+    tumor: int
+    train: int
+    test: int
+    excluded: dict[str, int]
+    tissue: dict[str, _TissueRow]
+    patients: dict[str, int]
+    copies: list[str]
+    store: str
+    seconds: float
+    table: dict[str, dict[str, int]]
+
+
+class _TileDocument(TypedDict, total=False):
+    """The document of `tile`; empty on all ranks but the first."""
+
+    sites: list[_TileRow]
+    copies: list[str]
+    next: list[str]
+
+
+def tile_slides(study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]) -> _TileDocument:
     """Tile one site, or every site of the pipeline; return the `--json` document.
 
     Under mpiexec or srun the ranks share the slides of each site; all but the first return {}.
@@ -61,7 +91,7 @@ def tile_slides(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
             )
         progress.update(slides.site.name, 0, len(slides.records))
     scans: list[Scan] = []
-    rows = [_tile_site(slides, job, progress, scans) for slides in site_lists]
+    rows = [row for slides in site_lists if (row := _tile_site(slides, job, progress, scans))]
     site, name = scope["site"], scope.get("pipeline_name")
     pipeline_option = "" if name is None else f" --pipeline {name}"
     sites_option, is_only_site = "--all" if site is None else f"--site {site}", len(study.site_names()) == 1
@@ -85,7 +115,7 @@ def _next_steps(
     return [step + pipeline_option for step in (*steps, train)]
 
 
-def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Scan]) -> dict[str, object]:
+def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Scan]) -> _TileRow | None:
     """Plan the slides, then write the shards, on all ranks; the first rank holds the lock and writes the columns.
 
     The scans of stored slides are appended to `scans`.
@@ -109,10 +139,11 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
     site_scans = [scan for scan in site_scans if scan.slide in stored_names]
     scans += site_scans
     if counts is None:
-        return {}
+        return None
     _report_raw(slides, written)
     row = _build_row(slides, plans.records, (*planned, *written), failed, counts)
-    return row | {"copies": describe_copies(site_scans), "seconds": time.perf_counter() - start}
+    row["copies"], row["seconds"] = describe_copies(site_scans), time.perf_counter() - start
+    return row
 
 
 def _plan_site(slides: SlideList, plans: Plans, job: RankJob, watcher: Watcher) -> list[Outcome]:
@@ -133,7 +164,7 @@ def _write_shards(
     name = slides.site.name
 
     def select_patches() -> list[tuple[int, NDArray[np.bool_]]]:
-        selected = _select_patches(plans, planned, slides.pipeline)
+        selected = select_patches(plans, planned, slides.pipeline)
         if job.is_first:
             counts = {number: int(rows.sum()) for number, rows in selected}
             patches_text = f"{sum(counts.values())} patches of {plans.spec.size_px} px"
@@ -179,14 +210,15 @@ def _build_row(
     outcomes: Sequence[Outcome],
     failed: Sequence[ExcludedSlide],
     counts: Counts,
-) -> dict[str, object]:
-    """Write `quality.csv`, and return the site's row of the `--json` document."""
+) -> _TileRow:
+    """Write `quality.csv`, and return the site's row of the `--json` document, without copies and time."""
     store = slides.study.store_path(slides.site.name)
     quality = {outcome.slide: outcome.quality for outcome in outcomes if outcome.quality}
     _write_quality(store.with_name("quality.csv"), quality)
     classes = CLASSES if len(counts["train"]) > 1 else UNLABELLED
     table = {split: dict(zip(classes, counts[split].tolist(), strict=True)) for split in SPLITS}
     sums = {split: sum(table[split].values()) for split in SPLITS}
+    excluded, tissue = _summarize_quality(quality.values())
     return {
         "site": slides.site.name,
         "slides": len(records) + len(slides.excluded),
@@ -195,12 +227,17 @@ def _build_row(
             {"slide": outcome.slide, "note": outcome.note} for outcome in outcomes if outcome.note and outcome.patches
         ],
         "patches": sum(sums.values()),
-        **{label: sum(counts_by_label.get(label, 0) for counts_by_label in table.values()) for label in CLASSES},
-        **{split: sums[split] for split in ("train", "test")},
-        **_summarize_quality(quality.values()),
+        "healthy": sum(counts_by_label.get("healthy", 0) for counts_by_label in table.values()),
+        "tumor": sum(counts_by_label.get("tumor", 0) for counts_by_label in table.values()),
+        "train": sums["train"],
+        "test": sums["test"],
+        "excluded": excluded,
+        "tissue": tissue,
         "patients": {
             split: len({record.patient for record in records if record.split == split}) for split in ("train", "test")
         },
+        "copies": [],
+        "seconds": 0.0,
         "store": slides.study.relative_path(store),
         "table": table,
     }
@@ -219,7 +256,7 @@ def _split_slides(plans: Plans, outcomes: list[Outcome], test_fraction: float) -
     return list_scans(records, marks)
 
 
-def _summarize_quality(slide_qualities: Iterable[SlideQuality]) -> dict[str, object]:
+def _summarize_quality(slide_qualities: Iterable[SlideQuality]) -> tuple[dict[str, int], dict[str, _TissueRow]]:
     """Return the excluded patches by artifact, and the slides by method of tissue detection with their median gain over
     saturation.
     """
@@ -228,28 +265,18 @@ def _summarize_quality(slide_qualities: Iterable[SlideQuality]) -> dict[str, obj
     for quality in slide_qualities:
         excluded.update(quality["aside"])
         gains.setdefault(quality["tissue_by"], []).append(quality["tissue_gain"])
-    tissue = {}
+    tissue: dict[str, _TissueRow] = {}
     for name, gain in sorted(gains.items()):
         finite_gains = list(filter(isfinite, gain))
         tissue[name] = {"slides": len(gain), "gain": median(finite_gains) if finite_gains else None}
-    return {"excluded": dict(sorted(excluded.items())), "tissue": tissue}
-
-
-def _select_patches(
-    plans: Plans, outcomes: Sequence[Outcome], pipeline: Pipeline
-) -> list[tuple[int, NDArray[np.bool_]]]:
-    """Return (number of a planned slide, mask of its selected patches) of each."""
-    numbers = [number for number, outcome in enumerate(outcomes) if outcome.reason is None]
-    settings = pipeline.tile
-    keep = sample_patches(plans, numbers, balance=settings.balance, max_per_slide=settings.max_per_slide)
-    return list(zip(numbers, keep, strict=True))
+    return dict(sorted(excluded.items())), tissue
 
 
 _FEW_TEST_PATIENTS = 5
 """Fewer test patients give an unreliable score."""
 
 
-def render_tile_lines(document: dict[str, Any]) -> Lines:
+def render_tile_lines(document: _TileDocument) -> Lines:
     """Yield the table of the paper (Table 1), labels × train and test × sites, excluded slides, next commands."""
     rows = document["sites"]
     lines: list[list[Any] | None] = []
@@ -264,7 +291,7 @@ def render_tile_lines(document: dict[str, Any]) -> Lines:
     yield from slide_lists.render_copy_lines(document)
     for row in rows:
         yield from render_quality_lines(row)
-        missing = [name for name in CLASSES if not row[name]]
+        missing = [name for name, n in (("healthy", row["healthy"]), ("tumor", row["tumor"])) if not n]
         untested = [name for name in CLASSES if not row["table"]["test"].get(name)]
         if UNLABELLED[0] in row["table"]["train"]:
             continue
@@ -290,7 +317,7 @@ def render_tile_lines(document: dict[str, Any]) -> Lines:
     yield TextLine(f"stores ready ({stores}); next: {' && '.join(document['next'])}")
 
 
-def render_quality_lines(row: Mapping[str, Any]) -> Lines:
+def render_quality_lines(row: _TileRow) -> Lines:
     """Yield excluded patches of a site by artifact, and methods of tissue detection other than saturation."""
     table = Path(row["store"]).parent / "quality.csv"
     if excluded := row["excluded"]:
@@ -333,81 +360,3 @@ def read_excluded(path: Path) -> dict[str, dict[str, int]]:
             }
     except (KeyError, TypeError, ValueError):
         raise WsiFlError(f"{path}: not what `wsi-fl tile` writes; tile the site again") from None
-
-
-def estimate_tiling(study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]) -> dict[str, Any]:
-    """Estimate patches, bytes and seconds of one site or every site; return the `--json` document.
-
-    A few slides are planned and partly read; nothing is stored.
-
-    Raises:
-        WsiFlError: when none of these slides gives a patch.
-    """
-    job, progress = RankJob(), watcher or SilentProgress()
-    rows = [_estimate_site(slides, job, progress) for slides in slide_lists.list_slides(study, **scope)]
-    totals = {key: sum(row[key] for row in rows) for key in ("slides", "patches", "bytes", "seconds")}
-    return {"sites": rows, **totals, "free_bytes": shutil.disk_usage(study.root).free}
-
-
-def _estimate_site(slides: SlideList, job: RankJob, watcher: Watcher) -> dict[str, Any]:
-    name, pipeline, n_slides = slides.site.name, slides.pipeline, len(slides.records)
-    records = [
-        slides.records[k] for k in np.unique(np.linspace(0, n_slides - 1, min(n_slides, _SAMPLE_SLIDES)).astype(int))
-    ]
-    n_sampled = len(records)
-    with tempfile.TemporaryDirectory() as folder:
-        plans = Plans(Path(folder), records, build_grid_spec(pipeline))
-        # 1. tissue, grid and labels of a few slides
-        start, outcomes = time.perf_counter(), []
-        for outcome in plan_slides(range(n_sampled), slides, plans, job.threads):
-            outcomes.append(outcome)
-            watcher.update(name, len(outcomes) / 2, n_sampled, "finding tissue")
-        planning, failed = time.perf_counter() - start, slide_lists.list_excluded(outcomes)
-        selected = _select_patches(plans, outcomes, pipeline)
-        if not selected:
-            raise WsiFlError(f"site {name}: no slide gave a patch; {slide_lists.first_failure(failed)}")
-        counts = {number: int(rows.sum()) for number, rows in selected}
-        # 2. the pixels of some of their patches
-        start, n_read = time.perf_counter(), 0
-        for number, rows in selected:
-            corners, reader = plans.load_plan(number).xy_l0[rows][:_SAMPLE_PATCHES], pipeline.slides.reader
-            batches = read_patches(
-                records[number], corners, plans.spec, threads=job.threads, reader=reader, excluded={}
-            )
-            n_read += sum(len(batch) for _, batch in batches)
-            watcher.update(name, n_sampled / 2 + number / 2, n_sampled, plans.slide_name(number))
-        reading = time.perf_counter() - start
-        needed = estimate_bytes(counts, plans, plans.spec, pipeline.store.pixels)
-    # 3. scaled to all slides
-    times, patches = n_slides / n_sampled, sum(counts.values())
-    return {
-        "site": name,
-        "slides": n_slides,
-        "tried": n_sampled,
-        "failed": len(failed),
-        "patches": round(times * patches),
-        "bytes": round(times * needed),
-        "seconds": times * (planning + reading * patches / max(n_read, 1)),
-    }
-
-
-def render_estimate_lines(document: dict[str, Any]) -> Lines:
-    """Yield a table with a row per site, and the totals."""
-    rows = [
-        [
-            row["site"],
-            row["slides"],
-            f"{row['tried']}, {row['failed']} excluded" if row["failed"] else row["tried"],
-            f"{row['patches']:,}",
-            f"{row['bytes'] / 1e9:.2f}",
-            f"{row['seconds'] / 60:.1f}",
-        ]
-        for row in document["sites"]
-    ]
-    yield TextTable("estimate", ["site", "slides", "tried", "patches", "GB", "minutes"], rows)
-    minutes = document["seconds"] / 60
-    yield TextLine(
-        f"about {document['patches']:,} patches, {document['bytes'] / 1e9:.1f} GB ({document['free_bytes'] / 1e9:.0f} "
-        f"GB are free) and {f'{minutes / 60:.1f} h' if minutes > 90 else f'{minutes:.1f} min'} on this machine; "
-        "nothing was written"
-    )

@@ -224,3 +224,13 @@ def sample_patches(
         seed=seed,
     )
     return np.split(keep, np.cumsum(sizes)[:-1])
+
+
+def select_patches(
+    plans: Plans, outcomes: Sequence[Outcome], pipeline: Pipeline
+) -> list[tuple[int, NDArray[np.bool_]]]:
+    """Return (number of a planned slide, mask of its selected patches) of each."""
+    numbers = [number for number, outcome in enumerate(outcomes) if outcome.reason is None]
+    settings = pipeline.tile
+    keep = sample_patches(plans, numbers, balance=settings.balance, max_per_slide=settings.max_per_slide)
+    return list(zip(numbers, keep, strict=True))
