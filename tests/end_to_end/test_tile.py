@@ -217,14 +217,13 @@ def test_a_dry_run_reports_the_cost_of_tiling_and_writes_nothing(study, calm, ws
     assert "nothing was written" in wsi_fl("tile", "--site", "C1", "--dry-run", cwd=study.root).stderr
 
 
-def test_patches_overlap_and_outlines_have_another_meaning_where_the_settings_say_so(study, calm):
-    names = 'tile.groups={metastases="ignored",normal="tumor"}'
+def test_patches_overlap_and_outlines_have_another_meaning_where_the_settings_say_so(study):
+    names = 'tile.groups={metastases="ignored"}'
     (row,) = tile_slides(study, site="C1", overrides=[*SETTINGS, "tile.stride_px=32", names])["sites"]
-    before, (_, table) = calm[1]["sites"][0], content(study, "C1")
+    _, table = content(study, "C1")
     corners = {tuple(xy) for xy in table.xy_l0[table.slide == table.slide[0]].tolist()}
     assert any((x + 64, y) in corners for x, y in corners), "half a patch of 128 level-0 pixels"
-    assert row["healthy"] > 3 * before["healthy"] > 0
-    assert {slide["slide"] for slide in row["failed"]} and all("tumour" in slide["reason"] for slide in row["failed"])
+    assert row["failed"] and all("no tumour is outlined" in slide["reason"] for slide in row["failed"])
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(study, monkeypatch):
