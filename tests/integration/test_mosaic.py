@@ -261,16 +261,6 @@ def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
         np.testing.assert_allclose(encoder(patch), pooled(maps).mean((2, 3)).numpy(), atol=1e-4)
 
 
-def test_the_mosaic_command_refuses_bad_usage_and_prints_one_document(study, calm, settings, wsi_fl):
-    assert wsi_fl("mosaic", cwd=study.root).returncode == 2
-    shutil.copytree(calm[0].root / "stores", study.root / "stores")
-    sets = [part for value in settings for part in ("--set", value)]
-    done = wsi_fl("mosaic", "--all", *sets, "--json", cwd=study.root)
-    assert done.returncode == 0, done.stderr
-    keys = {"site", "slides", "failed", "bags", "patches", "classes", "train", "test", "store", "seconds"}
-    assert keys <= json.loads(done.stdout)["sites"][0].keys()
-
-
 def test_a_scan_of_several_patients_is_in_one_split_and_reported(settings, tmp_path):
     """Covers links and scans at two sites."""
     folder = simulated_slides.simulate_archive(tmp_path / "painted", n_sites=1, patients_per_site=1, size_px=768)
