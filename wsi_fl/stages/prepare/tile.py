@@ -163,7 +163,7 @@ def _write_shards(
     """Select patches over the whole site and write the shards on all ranks; return the outcome of each slide."""
     name = slides.site.name
 
-    def select_patches() -> list[tuple[int, NDArray[np.bool_]]]:
+    def choose_rows() -> list[tuple[int, NDArray[np.bool_]]]:
         selected = select_patches(plans, planned, slides.pipeline)
         if job.is_first:
             counts = {number: int(rows.sum()) for number, rows in selected}
@@ -171,7 +171,7 @@ def _write_shards(
             print_message(f"  {name}: {patches_text}, at most {writer.check_space(counts) / 1e9:.2f} GB")
         return selected
 
-    selected = job.run_on_ranks(select_patches)
+    selected = job.run_on_ranks(choose_rows)
     n_planned = len(selected)
     return slide_lists.share_slides(
         job,
