@@ -190,6 +190,15 @@ def test_a_dry_run_reports_the_cost_of_tiling_and_writes_nothing(study, calm, ws
     assert "nothing was written" in wsi_fl("tile", "--site", "C1", "--dry-run", cwd=study.root).stderr
 
 
+def test_patches_overlap_and_outlines_have_another_meaning_where_the_settings_say_so(study):
+    names = 'tile.groups={metastases="ignored"}'
+    (row,) = tile_slides(study, site="C1", overrides=[*SETTINGS, "tile.stride_px=32", names])["sites"]
+    _, table = content(study, "C1")
+    corners = {tuple(xy) for xy in table.xy_l0[table.slide == table.slide[0]].tolist()}
+    assert any((x + 64, y) in corners for x, y in corners), "half a patch of 128 level-0 pixels"
+    assert row["failed"] and all("no tumour is outlined" in slide["reason"] for slide in row["failed"])
+
+
 def test_a_full_disk_is_refused_before_anything_is_written(study, monkeypatch):
     usage = shutil.disk_usage(study.root)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
@@ -377,7 +386,7 @@ MEMORY = """
 from pathlib import Path
 import numpy as np
 from wsi_fl.slides.patching.slide_plan import SlidePlan
-from wsi_fl.stages.prepare.tile_plans import Plans, choose
+from wsi_fl.stages.prepare.tile_plans import Plans, sample_patches
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_store import SlideSource
 from wsi_fl.stores.patch_shards import ShardMeta, link_shards, write_positions
@@ -391,13 +400,13 @@ for k, record in enumerate(records):
     seen = bytes(200_000), np.zeros(1 << 17, np.uint8), (1024, 1024), [np.zeros((50, 2))]
     aside = np.zeros((0, 2), np.int64), np.zeros(0, "U1"), "saturation", 1.0
     facts = record, spec, 0.5, (100_000, 100_000), (0, 0, 100_000, 100_000), "hash", False, 97.0, ()
-    plans.save(k, SlidePlan(*facts, *rows, *seen, *aside), None)
-for k, keep in enumerate(choose(plans, range({n}), balance=True, max_per_slide=None)):
-    one = plans.load(k)
+    plans.save_plan(k, SlidePlan(*facts, *rows, *seen, *aside), None)
+for k, keep in enumerate(sample_patches(plans, range({n}), balance=True, max_per_slide=None)):
+    one = plans.load_plan(k)
     text = np.full(int(keep.sum()), one.record.slide)
     table = PatchTable(one.xy_l0[keep], one.label[keep], one.tumor_fraction[keep], text, text, text)
     shards.append(folder / "slides" / f"{{k}}.h5")
-    meta = ShardMeta(one.record.slide, one.record.patient, "train", spec, "", wanted="none")
+    meta = ShardMeta(one.record.slide, one.record.patient, "train", spec, "", content="none")
     write_positions(shards[-1], meta, table, SlideSource(one.record.slide, "x", "", None, "auto"))
 link_shards(folder / "patches.h5", StoreMeta("A", CLASSES, spec), shards)
 print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])  # ru_maxrss counts the parent

@@ -26,8 +26,8 @@ from wsi_fl.study.toml import (
 )
 
 _S = TypeVar("_S", bound=Section)
-_Artifact = Literal["pen", "black", "fold", "bubble", "blur"]
-_DEFAULT_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bubble": 0.25, "blur": 0.4}
+_Artifact = Literal["pen", "black", "blur"]
+_DEFAULT_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "blur": 0.4}
 """Default of the largest share of a patch that an artifact may cover, by artifact (docs/how-to/prepare-data.md)."""
 _TissueMethod = Literal["auto", "saturation", "density", "texture"]
 _METHOD_GRAPH = {"a method that orders sites anew": "its graph is another in every round"}
@@ -71,13 +71,9 @@ class _TileSettings(Section):
     """Largest number of patches of one slide, drawn at random. By default there is no limit."""
     qc: dict[_Artifact, Annotated[float, Field(ge=0, le=1)]] = Field({})
     """Artifacts for which patches are excluded, with the largest share of a patch that each may cover: marker ink
-    (pen), regions that were not scanned (black), folds, air bubbles, and blur. A list, ["pen", "blur"], takes the
-    default shares: 0.05 of pen and black, 0.25 of folds and bubbles, 0.4 of blur. By default no artifact is
-    detected."""
-    segmenter: str | None = None
-    """Path of a safetensors file with a torchvision segmentation model that detects some artifacts of `tile.qc`;
-    docs/how-to/prepare-data.md describes its header. By default all artifacts are detected by classical image
-    features."""
+    (pen), regions that were not scanned (black), and blur. A list, ["pen", "blur"], takes the default shares: 0.05 of
+    pen and black, 0.4 of blur. By default no artifact is detected. Others, such as folds, are left out by masks of
+    tissue without them (`tissue.method`)."""
 
     @field_validator("qc", mode="before")
     @classmethod
