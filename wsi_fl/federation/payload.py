@@ -11,9 +11,10 @@ from statistics import median
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wsi_fl.federation.push_sum import PushSum, Vector
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from wsi_fl.federation.methods import Method
     from wsi_fl.federation.site_state import Schedule, Site
     from wsi_fl.learning.local_training import DPSettings, Learner
-    from wsi_fl.privacy.privacy_plan import PrivateTrainer
+    from wsi_fl.privacy.privacy_plan import PrivateTrainer, Unit
 
 _MAX_DISTANCE_RATIO = 10.0  # accepted distance from the local model, in units of the usual distance
 _MIN_DISTANCES = 5
@@ -44,6 +45,21 @@ class ModelPayload:
     is_single_release: ClassVar[bool] = False
     has_secure_sum: ClassVar[bool] = False
     inert_keys: ClassVar[tuple[str, ...]] = ()
+
+    def explain_unfit(self, x: NDArray[np.generic]) -> str:
+        """Return why the payload cannot be made of a site's inputs x[b, …], or ""."""
+        return ""
+
+    def build_model(self, examples: Cohort, n_outputs: int, unit: Unit, projection: object) -> nn.Module:
+        """Return the travelling model for examples in memory, where it is no architecture that a user chooses.
+
+        Args:
+            projection: of features, as `federate` was given it; None for the default.
+
+        Raises:
+            UsageError: for a payload that is a trained model.
+        """
+        raise UsageError("a trained model is given to `federate` by its caller")
 
     def build_trainer(self, learner: Learner, dp: DPSettings) -> PrivateTrainer:
         """Return what makes the payload differentially private; by default DP-SGD."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wsi_fl.federation.payload import ModelPayload, message_state
 from wsi_fl.federation.push_sum import PushSum, Vector
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from wsi_fl.learning.local_training import Batch, DPSettings, Learner
     from wsi_fl.oneshot.shared_head import SharedHead
     from wsi_fl.privacy.cipher import CipherStream
-    from wsi_fl.privacy.privacy_plan import PrivateTrainer
+    from wsi_fl.privacy.privacy_plan import PrivateTrainer, Unit
 
 _MAX_ROWS = 1 << 30  # more rows than any sum has
 
@@ -35,6 +36,26 @@ class StatisticsPayload(ModelPayload):
         *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
         *("train.weight_decay", "train.tune", "train.balance", "model.", "privacy.clip", "topology."),
     )
+
+    def explain_unfit(self, x: NDArray[np.generic]) -> str:
+        is_features = x.ndim in (2, 3)
+        return "" if is_features else "One-shot sums features, not images; give float32[n, d] or bags of them"
+
+    def build_model(self, examples: Cohort, n_outputs: int, unit: Unit, projection: object) -> nn.Module:
+        from wsi_fl.oneshot.projection import N_RANDOM, Projection
+        from wsi_fl.oneshot.shared_head import SharedHead
+
+        x = examples.read(np.zeros(1, np.int64))
+        bags = x.ndim == 3
+        assert isinstance(projection, Projection | int | None)
+        return SharedHead(
+            n_outputs,
+            x.shape[-1] - bags,
+            bags=bags,
+            projection=N_RANDOM if projection is None else projection,
+            patients=unit == "patient",
+            kind=examples.task.kind,
+        )
 
     def build_trainer(self, learner: Learner, dp: DPSettings) -> PrivateTrainer:
         from wsi_fl.oneshot.class_statistics import NoisyStatistics
@@ -115,7 +136,7 @@ def require_head(model: nn.Module) -> SharedHead:
     return model
 
 
-def find_range_problem(vector: np.typing.NDArray[np.generic], n_columns: int, *, is_noisy: bool) -> str:
+def find_range_problem(vector: NDArray[np.generic], n_columns: int, *, is_noisy: bool) -> str:
     """Return why numbers cannot be sums of rows of norm at most 1 with variances of noise, or ""."""
     largest, variance = float(np.abs(vector).max(initial=0)), float(vector[-n_columns:].min())
     if variance < 0 or (is_noisy and variance == 0):

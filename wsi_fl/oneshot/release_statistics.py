@@ -155,7 +155,7 @@ def _compute_release(context: RunContext, ledger: PrivacyLedger) -> tuple[Releas
         if ledger_round.final or (ledger_round.site, ledger_round.run) != local_run
     ]
     past = [ledger_round.mechanism for ledger_round in counted_rounds if ledger_round.mechanism]
-    plan = privacy_account.plan_round(site, context.pipeline, units.n, past=past, is_oneshot=True)
+    plan = privacy_account.plan_round(site, context.pipeline, units.n, past=past, is_single_release=True)
     head = _sum_examples(context, train, units, plan, ledger.terms.delta)
     vector = head.sums.detach().cpu().numpy()
     new_release = ledger.release(None, vector, schema=schema_digest(head), mechanism=plan, content="model")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from wsi_fl.cli.options import Json, Pipeline, announce_start, find_study, print_document
+from wsi_fl.cli.options import ExtraCommand, Json, Pipeline, announce_start, find_study, print_document
 from wsi_fl.types import UsageError
 
 
@@ -46,3 +46,6 @@ def view(
         if open_browser:
             webbrowser.open(server.url)
         server.serve()
+
+
+VIEW = ExtraCommand(view, "Results")

@@ -22,7 +22,6 @@ from wsi_fl.data.prediction_table import PredictionTable, measure_predictions, s
 from wsi_fl.data.tasks import Task, score_predictions
 from wsi_fl.data.validation import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
 from wsi_fl.learning.local_training import predict_examples, predict_with_models, replace_nonfinite
-from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.report.formatting import (
     SCORES,
     SHORT_SCORES,
@@ -48,7 +47,6 @@ from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.site.site_data import SiteData
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.study.toml import read_setting
 from wsi_fl.types import SPLITS, BagTable, UsageError, WsiFlError
 
 _TestExamples = tuple[Cohort, dict[str, NDArray[Any]]]
@@ -125,7 +123,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     pipeline, merged, lost = context.pipeline, context.may_merge, context.sites_lost
     sites = [site for site in context.members if merged or context.has_store(site.name)]
     parts = {site.name: _load_test_part(context.open_data(site.name)) for site in sites}
-    released = _score_released_heads(context, parts) if context.method.is_oneshot else None
+    released = _score_released_heads(context, parts) if context.method.payload.is_single_release else None
     receivers = _evaluate_receivers(context, released or []) if context.receivers else None
     predicts = receivers and receivers["sites"]
     if not any(len(part) for part, _ in parts.values()) and not predicts:
@@ -146,7 +144,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     aggregated: _AggregatedScores | None = None
     if several and task.kind == "classes":  # a site weighs its training rows
         rules = score_voting_rules([site_table.model_predictions for site_table in tables], tables[0].truth, weights)
-        aggregated = {"rule": read_setting(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
+        aggregated = {"rule": context.hooks.voting_rule(pipeline), "rules": rules}
     part_scores = None
     if merged:
         names = rows[0]["parts"]
@@ -208,7 +206,7 @@ def _evaluate_site(
     """Return a site's scores and predictions on the given test parts."""
     folder = context.run.site_folder(site.name)
     models, table = _predict_site(context, site, parts)
-    noise_sds = _noise_effect(models, parts, table)
+    noise_sds = _noise_effect(context, models, parts, table)
     # images of a partitioned data set are no slides, and other tasks are on slides or patients
     slides, choice = (
         context.open_data(site.name).store.meta.spec.mpp > 0,
@@ -236,14 +234,13 @@ def _evaluate_site(
 
 
 def _score_released_heads(context: RunContext, parts: Mapping[str, _TestExamples]) -> list[dict[str, Any]]:
-    """Return the scores of the one-shot global head as released on each test part."""
+    """Return the scores on each test part of the model that follows from released numbers alone."""
     rows = []
     for name, (part, _) in parts.items():
         if len(part) and name not in context.sites_lost:
             models = _load_models(context, context.find_site(name))
-            head = models.models["shared"]
-            assert isinstance(head, SharedHead)
-            predictions = predict_examples(head.solve_released_head(), part, models.device)
+            model = context.method.payload.strip_local_state(models.models["shared"])
+            predictions = predict_examples(model, part, models.device)
             rows.append({"site": name, "n": len(part), **score_predictions(predictions, part.label, context.task)})
     return rows
 
@@ -273,34 +270,32 @@ def _score_model(table: PredictionTable, model: str) -> dict[str, object]:
 
 
 _NOISE_REDRAWS = 32
-"""Number of redraws of a head's noise, which estimates the standard deviation to about 1/8."""
+"""Number of redraws of noise, which estimate the standard deviation to about 1/8."""
 
 
 def _noise_effect(
-    models: TrainedModels, parts: Mapping[str, _TestExamples], table: PredictionTable
+    context: RunContext, models: TrainedModels, parts: Mapping[str, _TestExamples], table: PredictionTable
 ) -> tuple[dict[str, float], dict[str, float]] | None:
-    """Return the standard deviations of every score over redraws of the head's noise, on all parts and the local one.
+    """Return the standard deviations of every score over redraws of the noise, on all parts and the local one.
 
-    None where the prediction model contains no one-shot global head with noise: noise in training cannot be redrawn.
+    None where the prediction model contains no payload whose noise can be redrawn: that in training cannot.
     """
-    head = models.models.get("shared")
-    if not isinstance(head, SharedHead) or "shared" not in roles_of_choice(
-        models.ensemble, models.stack, models.models
-    ):
+    if "shared" not in roles_of_choice(models.ensemble, models.stack, models.models) or not len(table):
         return None
-    if not head.is_noisy or not len(table):
+    rng, payload, model = np.random.default_rng(0), context.method.payload, models.models["shared"]
+    redrawn = [copy for _ in range(_NOISE_REDRAWS) if (copy := payload.redraw_noise(model, rng)) is not None]
+    if not redrawn:
         return None
-    rng = np.random.default_rng(0)
-    heads = [head.redraw_noise(rng).eval() for _ in range(_NOISE_REDRAWS)]
+    networks = [network.eval() for network in redrawn]
     predictions = np.concatenate(
-        [predict_with_models(heads, part, models.device) for part, _ in parts.values() if len(part)], axis=1
+        [predict_with_models(networks, part, models.device) for part, _ in parts.values() if len(part)], axis=1
     )
     ensembles = (
         combine_predictions({**table.predictions, "shared": proxy}, table.model, models.stack) for proxy in predictions
     )
     tables = [replace(table, predictions={table.model: values}) for values in ensembles]
-    return _score_deviations([redrawn.compute_scores() for redrawn in tables]), _score_deviations(
-        [redrawn.local_rows.compute_scores() for redrawn in tables]
+    return _score_deviations([redraw.compute_scores() for redraw in tables]), _score_deviations(
+        [redraw.local_rows.compute_scores() for redraw in tables]
     )
 
 
