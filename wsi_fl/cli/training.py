@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from wsi_fl.stages.runtime.console import Watcher
     from wsi_fl.stages.training.summary import Summary
     from wsi_fl.stages.training.train import SeriesSummary
+    from wsi_fl.study.folder import Study
 
 
 class MethodHelpCommand(TyperCommand):
@@ -40,79 +42,130 @@ class MethodHelpCommand(TyperCommand):
         return super().get_help(ctx)
 
 
+_Backend = Annotated[str, Option(help="mpi: one rank per site. local: all sites in this process.")]
+_Resume = Annotated[str | None, Option(metavar="RUN", help="Continue a run after its last round.")]
+_Seeds = Annotated[int | None, Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on.")]
+_Folds = Annotated[
+    int | None, Option(metavar="N", help="A series of runs, each testing one of N folds of every site's patients.")
+]
+_LeaveSiteOut = Annotated[
+    bool, Option("--leave-site-out", help="A series of runs, each testing a site that takes no part.")
+]
+_Without = Annotated[
+    list[str] | None, Option(metavar="SITE", help="With --resume: go on without this site. Repeatable.")
+]
+_Baselines = Annotated[
+    bool, Option("--baselines", help="Also the baselines of the method's paper, in a table (mpcpa).")
+]
+_DryRun = Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")]
+_Plan = Annotated[
+    Path | None,
+    Option(metavar="FILE", help="With --dry-run: a plan, signed or not, run with copies of your own data alone."),
+]
+_PlanSite = Annotated[
+    str | None, Option(metavar="SITE", help="With --plan: your site; by default the only one with a store here.")
+]
+_Keep = Annotated[
+    Path | None, Option(metavar="DIR", help="With --plan: a new folder to keep the run in, private models too.")
+]
+
+
 def train(
     method: Annotated[str, Option(help="Training method; --help describes each.")] = DEFAULT_METHOD,
     pipeline: Pipeline = None,
     overrides: Set = None,
-    backend: Annotated[str, Option(help="mpi: one rank per site. local: all sites in this process.")] = "mpi",
-    resume: Annotated[str | None, Option(metavar="RUN", help="Continue a run after its last round.")] = None,
-    seeds: Annotated[
-        int | None, Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on.")
-    ] = None,
-    folds: Annotated[
-        int | None, Option(metavar="N", help="A series of runs, each testing one of N folds of every site's patients.")
-    ] = None,
-    leave_site_out: Annotated[
-        bool, Option("--leave-site-out", help="A series of runs, each testing a site that takes no part.")
-    ] = False,
-    without: Annotated[
-        list[str] | None, Option(metavar="SITE", help="With --resume: go on without this site. Repeatable.")
-    ] = None,
-    baselines: Annotated[
-        bool, Option("--baselines", help="Also the baselines of the method's paper, in a table (mpcpa).")
-    ] = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")] = False,
+    backend: _Backend = "mpi",
+    resume: _Resume = None,
+    seeds: _Seeds = None,
+    folds: _Folds = None,
+    leave_site_out: _LeaveSiteOut = False,
+    without: _Without = None,
+    baselines: _Baselines = False,
+    dry_run: _DryRun = False,
+    plan: _Plan = None,
+    site: _PlanSite = None,
+    keep: _Keep = None,
     gpus: SiteGpus = None,
     as_json: Json = False,
 ) -> None:
     """Train: one MPI rank per site, started here or by mpiexec or srun."""
-    if resume is not None and (overrides or pipeline or seeds or folds or leave_site_out):
-        raise UsageError(
-            "a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and --leave-site-out"
-        )
-    if without and resume is None:
-        raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
     is_series = seeds is not None or folds is not None or leave_site_out
-    row = METHODS.get(method) if baselines else None
-    if baselines and (row is None or not row.load_baselines or resume is not None or is_series or dry_run):
-        raise UsageError(
-            f"--baselines belongs to --method {list_names(lambda row: row.load_baselines is not None)}, alone"
-        )
+    load_baselines = METHODS[method].load_baselines if baselines and method in METHODS else None
+    is_new_run = resume is None and not is_series and not dry_run
+    _require(
+        resume is None or not (overrides or pipeline or is_series),
+        "a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and --leave-site-out",
+    )
+    _require(not without or resume, "--without belongs to --resume; a new run takes its sites from the pipeline")
+    names = list_names(lambda row: row.load_baselines is not None)
+    _require(not baselines or (load_baselines and is_new_run), f"--baselines belongs to --method {names}, alone")
+    _require(plan is not None or not (site or keep), "--site and --keep belong to --plan")
+    _require(
+        plan is None or (dry_run and not pipeline and resume is None and not is_series),
+        "--plan belongs to --dry-run, and has method and settings; add --set train.rounds=1 at most",
+    )
     study = find_study()
     take_gpus(gpus, ranks=False)
-    fold_override = [] if folds is None else [f"train.folds={folds}"]
-    options: dict[str, Any] = {
-        "method": method,
-        "pipeline_name": pipeline,
-        "overrides": [*(overrides or []), *fold_override],
-    }
+    if plan is not None:
+        _try_plan(study, plan, site, overrides or [], keep, as_json)
+        return
+    overrides = [*(overrides or []), *([] if folds is None else [f"train.folds={folds}"])]
+    options: dict[str, Any] = {"pipeline_name": pipeline, "overrides": overrides, "backend": backend}
+    if dry_run:
+        _show_cost(study, as_json, method=method, is_fold=folds is not None, **options)
+    elif load_baselines is not None:
+        run_baselines, render_baseline_lines = load_baselines()
+        run_work("train", partial(run_baselines, study, **options), as_json, render_baseline_lines)
+    elif resume is not None:
+        _resume(study, resume, without or (), backend, as_json)
+    else:
+        series = {"seeds": seeds, "leave_site_out": leave_site_out} if is_series else None
+        _train(study, series, as_json, method=method, **options)
+
+
+def _require(condition: object, message: str) -> None:
+    """Raise UsageError with the message unless the condition holds."""
+    if not condition:
+        raise UsageError(message)
+
+
+def _show_cost(study: Study, as_json: bool, *, is_fold: bool, overrides: list[str], **options: Any) -> None:
+    """Print what a run would cost; of a series of folds, one of its runs."""
+    from wsi_fl.stages.training import run_cost
+
+    cost = run_cost.dry_run(study, overrides=[*overrides, *["train.fold=1"] * is_fold], **options)
+    print_document(cost, as_json, run_cost.plan_lines)
+
+
+def _resume(study: Study, run: str, without: Sequence[str], backend: str, as_json: bool) -> None:
+    """Continue a run, and the series that it belongs to."""
     from wsi_fl.stages.training import train as stage
 
-    if dry_run:
-        from wsi_fl.stages.training import run_cost
+    def resume_training(watcher: Watcher) -> Summary | SeriesSummary:
+        summary = stage.resume_run(study, run, without=without, backend=backend, watcher=watcher)
+        return stage.resume_series(study, run, backend=backend, watcher=watcher) or summary
 
-        if folds is not None:  # of one of the runs
-            options["overrides"].append("train.fold=1")
-        cost = run_cost.dry_run(study, **options, backend=backend)
-        print_document(cost, as_json, run_cost.plan_lines)
-        return
-    if row is not None and row.load_baselines is not None:
-        options.pop("method")
-        run_baselines, render_baseline_lines = row.load_baselines()
-        run_work("train", partial(run_baselines, study, **options, backend=backend), as_json, render_baseline_lines)
-        return
+    run_work("train", resume_training, as_json, stage.train_lines)
 
-    def run_training(watcher: Watcher) -> Summary | SeriesSummary:
-        run_options: dict[str, Any] = {"backend": backend, "watcher": watcher}
-        if resume is not None:
-            summary = stage.resume_run(study, resume, without=without or (), **run_options)
-            return stage.resume_series(study, resume, **run_options) or summary
-        keys = study.load_pipeline(study.pipeline_name(pipeline), options["overrides"]).train
-        if is_series or (keys.folds is not None and keys.fold is None):  # a run per fold
-            return stage.train_series(study, seeds=seeds, leave_site_out=leave_site_out, **options, **run_options)
-        return stage.train(study, **options, **run_options)
 
-    run_work("train", run_training, as_json, stage.train_lines)
+def _train(study: Study, series: Mapping[str, Any] | None, as_json: bool, **options: Any) -> None:
+    """Train a run, or a series of runs: one for each fold where the pipeline has folds and names none."""
+    from wsi_fl.stages.training import train as stage
+
+    keys = study.load_pipeline(study.pipeline_name(options["pipeline_name"]), options["overrides"]).train
+    is_series = series is not None or (keys.folds is not None and keys.fold is None)
+    start = partial(stage.train_series, **(series or {})) if is_series else stage.train
+    run_work("train", partial(start, study, **options), as_json, stage.train_lines)
+
+
+def _try_plan(
+    study: Study, plan: Path, site: str | None, overrides: list[str], keep: Path | None, as_json: bool
+) -> None:
+    """Run a plan with copies of the hospital's own data, and print what it takes and costs."""
+    from wsi_fl.stages.training.plan_dry_run import dry_run_plan, plan_dry_run_lines, read_plan
+
+    work = partial(dry_run_plan, study, read_plan(study, plan, site), overrides=overrides, keep=keep)
+    run_work("dry run", work, as_json, plan_dry_run_lines)
 
 
 def start_rank(run: Path) -> None:

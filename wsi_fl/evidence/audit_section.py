@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from wsi_fl.evidence.attacks import best_test_tpr as found_at
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, open_figure, render_svg, shorten_label
 from wsi_fl.report.formatting import DASH, Finding, Json, format_number, format_percent, is_number
-from wsi_fl.report.sections import Section, SectionContext
+from wsi_fl.report.sections import PageSection, SectionContext
 
 _MODEL_TITLES = {
     "private": "Private model",
@@ -29,13 +29,13 @@ _INFLUENCE_HEADINGS = ("site", "largest norm", "norm with noise", "change of the
 class AuditSection:
     """The section "Audit" of a run's page."""
 
-    def build_section(self, context: SectionContext) -> Section | None:
+    def build_section(self, context: SectionContext) -> PageSection | None:
         """Return the section; None for a run without audit."""
         audit = context.run_context.run.read_audit()
         if audit is None:
             return None
         values = build_audit_section(audit, context.colors) | {"document": audit}
-        return Section("audit", "Audit", "privacy", context.fill_template("audit", Path(__file__).parent, values))
+        return PageSection("audit", "Audit", "privacy", context.fill_template("audit", Path(__file__).parent, values))
 
 
 AUDIT = AuditSection()

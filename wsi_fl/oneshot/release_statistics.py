@@ -52,7 +52,7 @@ def release_statistics(study: Study, *, repeat: bool = False, **selection: Unpac
     A site with a release keeps it; only `repeat` spends as much once more. Under mpiexec or srun the ranks divide the
     sites, and all but the first return {}.
     """
-    job = RankJob()
+    job, study = RankJob(), study.freeze_sites()
 
     def prepare_sites() -> tuple[Pipeline, list[SiteFile]]:
         pipeline, selected = select_sites(study, **selection)

@@ -38,19 +38,19 @@ class SectionContext:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A section of a run's page.
 
     Attributes:
         name: its anchor.
-        after: name of the section that it follows.
+        predecessor: name of the section that it follows.
         html: its HTML, `<section id="NAME">…</section>`.
         checklist: answers to items of TRIPOD+AI by number.
     """
 
     name: str
     title: str
-    after: str
+    predecessor: str
     html: str
     checklist: Mapping[int, str] = field(default_factory=dict)
 
@@ -58,7 +58,7 @@ class Section:
 class SectionBuilder(Protocol):
     """An entry of `wsi_fl.report_sections`."""
 
-    def build_section(self, context: SectionContext, /) -> Section | None:
+    def build_section(self, context: SectionContext, /) -> PageSection | None:
         """Return the section; None where the run has nothing to show."""
 
 
@@ -81,7 +81,7 @@ class BenefitMeasure(Protocol):
         """
 
 
-def build_sections(context: SectionContext) -> list[Section]:
+def build_sections(context: SectionContext) -> list[PageSection]:
     """Return the sections of other packages."""
     builders = PluginTable[Any]("wsi_fl.report_sections", {}, object)
     sections = [builder.build_section(context) for builder in builders.values()]

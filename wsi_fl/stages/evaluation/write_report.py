@@ -92,7 +92,6 @@ def _build_page(context: RunContext, *, pictures: bool) -> Page:
         stores=[_describe_store(data) for data in site_data.values()],
         groups={site: account["group"] for site, account in ledgers.items() if account.get("group")},
         between=load_cross_site_scores(context),
-        mpcpa=run.read_mpcpa(),
         examples=context.example_plural,
         scores=context.task.scores,
         task=context.task.kind,
@@ -115,7 +114,7 @@ def _collect_pictures(context: RunContext, stores: dict[str, PatchStore], *, of_
         "patches": {name: partial(_sample_patches, store) for name, store in stores.items()},
         "overviews": {},
         "generated": {name: partial(_sample_generated, path) for name, path in generated.items()},
-        "said": {name: partial(tuple, values) for name, values in _collect_values(context).items()},
+        "predictions": {name: partial(tuple, values) for name, values in _collect_values(context).items()},
     }
     for name, store in stores.items():
         folder = study.store_path(name).parent / "overview"

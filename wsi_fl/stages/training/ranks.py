@@ -44,21 +44,19 @@ from wsi_fl.stages.training.build_sites import (
 )
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.launch import hint_resume
-from wsi_fl.stages.training.resume import RunRequest, select_run
+from wsi_fl.stages.training.resume import RunRequest, record_site_files, select_run
 from wsi_fl.stages.training.summary import Summary, SummaryRow, build_row, build_summary
-from wsi_fl.study.folder import Study
+from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.toml import dump_toml
 from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, UsageError, WsiFlError
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> Summary:
     """Run the part of a run for the sites of `comm`; all ranks return the same summary."""
-    start = time.perf_counter()
+    start, study = time.perf_counter(), study.freeze_sites()
     run.refuse_changed_settings()
-    names = RunContext.restore(study.pin_run(run.path), run).names
-    for index in comm.sites:
-        run.site_folder(names[index]).record_site_file(dump_toml(study.load_site(names[index])))
+    names = load_run_pipeline(run.path / "config.toml").sites or []
+    record_site_files(study, run, [names[index] for index in comm.sites])
     with RunContext.restore(study.pin_run(run.path), run) as initial_context:
         context = initial_context.hooks.sync_releases(initial_context, comm)
         rows = _train_sites(context, comm, watcher)
@@ -137,7 +135,7 @@ def _note_preflight(context: RunContext, name: str, document: preflight.Prefligh
 def run_rank(run_path: Path) -> None:
     """Run the process of a rank: errors become a single event, and end all ranks."""
     run = RunFolder(run_path)
-    study = Study(run_path.parent.parent)
+    study = Study(run_path.parent.parent).freeze_sites()
     context = RunContext.restore(study.pin_run(run.path), run)
     names, pipeline = context.names, context.pipeline
     owner = int(os.environ[launch.LAUNCHER]) if launch.LAUNCHER in os.environ else None
@@ -155,27 +153,25 @@ def run_rank(run_path: Path) -> None:
         report_late=lambda sites: emit_event({"site": local_site, "late": [names[k] for k in sites]}),
     )
     local_site = names[comm.sites[0]]
-    events = (
-        PrivateEvents(run.site_folder(local_site).log, owner) if study.load_site(local_site).real else JsonEvents(owner)
-    )
+    real = context.find_site(local_site).real
+    events = PrivateEvents(run.site_folder(local_site).log, owner) if real else JsonEvents(owner)
     emit_event({"site": local_site, "pid": os.getpid(), "host": socket.gethostname()})
 
     def report_error(text: str, usage: bool) -> None:
         emit_event({"error": text, "usage": usage})
-        if not study.load_site(local_site).real:
+        if not real:
             traceback.print_exc()  # into mpi.log
 
     def run_work(run: RunFolder) -> Summary:
         with hint_resume(study, run):
             return work_as_rank(study, run, comm, events)
 
-    _run_guarded(comm, study, local_site, lambda: run, run_work, report_error)
+    _run_guarded(comm, context, lambda: run, run_work, report_error)
 
 
 def _run_guarded(
     comm: Comm,
-    study: Study,
-    local_site: str,
+    context: RunContext,
     find_run: Callable[[], RunFolder],
     work: Callable[[RunFolder], Summary],
     report_error: Callable[[str, bool], None],
@@ -184,7 +180,8 @@ def _run_guarded(
 
     A real hospital discloses no reason, as it may name slides, and they patients.
     """
-    run, real = None, study.load_site(local_site).real
+    study, local_site, run = context.study, context.names[comm.sites[0]], None
+    real = context.find_site(local_site).real
     try:
         with warnings.catch_warnings():
             if real:  # warnings name local files, and others see standard error
@@ -233,18 +230,16 @@ def take_part(context: RunContext, comm: Comm, request: RunRequest) -> Summary:
 
     The sites agree on the run (`select_run`). A failure is reported in one line and ends the job everywhere.
     """
-    study, local_site = context.study, context.names[comm.sites[0]]
+    study, site = context.study, context.sites[comm.sites[0]]
 
     def report_error(text: str, _: bool) -> None:
         print(f"wsi-fl: error: {text}", file=sys.stderr)
 
     def run_work(run: RunFolder) -> Summary:
-        watcher = (
-            PrivateProgress(run.site_folder(local_site).log) if study.load_site(local_site).real else SilentProgress()
-        )
+        watcher = PrivateProgress(run.site_folder(site.name).log) if site.real else SilentProgress()
         return work_as_rank(study, run, comm, watcher)
 
-    return _run_guarded(comm, study, local_site, lambda: select_run(context, request, comm), run_work, report_error)
+    return _run_guarded(comm, context, lambda: select_run(context, request, comm), run_work, report_error)
 
 
 def _make_reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop._Report:
