@@ -11,7 +11,7 @@ help:            ## what there is to make
 env: .venv/.ready  ## the environment alone, in .venv
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpi,flare,dossier,survival,export,formats,czi,isyntax,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpi,flare,dossier,survival,export,formats,czi,isyntax,view,dev]'
 	@touch $@
 
 demo: env        ## four hospitals' slides → patches → each alone, all together on MPI ranks → who should join

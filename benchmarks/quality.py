@@ -25,7 +25,7 @@ from wsi_fl.demo.simulated_slides import plan_slides, simulate_slide
 from wsi_fl.stages.prepare.init_study import init_study
 
 MPP, _BLOCK_PX = 0.25, 2048
-KINDS = {"nothing": "[]", "pen, black, blur": '["pen","black","blur"]', "all": '["pen","black","fold","bubble","blur"]'}
+KINDS = {"nothing": "[]", "pen, black, blur": '["pen","black","blur"]'}
 
 
 def seconds(study: Path, kinds: str) -> float:

@@ -93,12 +93,12 @@ def make_gallery(root: Path, slide_px: int) -> Gallery:
 def served(shown: Gallery) -> Any:
     """A viewer that answers until the end."""
     with ViewServer(shown, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread = threading.Thread(target=server.serve)
         thread.start()
         try:
             yield server
         finally:
-            server.shutdown()
+            server.stop()
             thread.join()
 
 

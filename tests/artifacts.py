@@ -1,10 +1,10 @@
-"""Simulated pen, black, fold, bubble and blur artifacts at known places of a picture."""
+"""Simulated pen, black and blur artifacts at known places of a picture."""
 
 from __future__ import annotations
 
 import numpy as np
 from PIL import Image, ImageDraw
-from scipy.ndimage import gaussian_filter, map_coordinates
+from scipy.ndimage import gaussian_filter
 
 INKS = {"black": (22, 22, 26), "blue": (30, 55, 165), "green": (25, 125, 65), "red": (200, 22, 35)}
 GLASS = 243
@@ -57,27 +57,3 @@ def blurred(image, where, sigma_um, um_per_px):
         soft = gaussian_filter(image[..., channel].astype(np.float32), sigma_um / um_per_px)
         out[..., channel][where] = soft[where].round().astype(np.uint8)
     return out
-
-
-def folded(image, where, shift_px):
-    """Return the picture with double tissue at places: it absorbs as the tissue there and a shifted copy."""
-    density = -np.log((image.astype(float) + 1) / 256)
-    over = density + np.roll(density, shift_px, axis=(0, 1))
-    return np.where(where[..., None], 256 * np.exp(-over) - 1, image).clip(0, 255).round().astype(np.uint8)
-
-
-def bubbled(image, centre, radius_px, um_per_px, rim_um=14.0):
-    """Return the picture with an air bubble: a dark gray rim around magnified, soft and slightly paler tissue."""
-    height, width = image.shape[:2]
-    y, x = np.mgrid[:height, :width].astype(float)
-    distance = np.hypot(x - centre[0], y - centre[1])
-    inside, rim = distance < radius_px, np.abs(distance - radius_px) < max(1.0, rim_um / um_per_px / 2)
-    out = image.astype(float)
-    at = [centre[1] + (y - centre[1]) / 1.2, centre[0] + (x - centre[0]) / 1.2]
-    for channel in range(3):
-        seen = gaussian_filter(
-            map_coordinates(image[..., channel].astype(float), at, order=1, mode="nearest"), 3 / um_per_px
-        )
-        out[..., channel][inside] = 0.85 * seen[inside] + 0.15 * GLASS
-    out[rim] = 0.15 * out[rim] + 0.85 * 85
-    return out.clip(0, 255).round().astype(np.uint8)

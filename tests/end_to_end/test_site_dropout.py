@@ -296,15 +296,6 @@ def test_a_killed_rank_is_found_in_the_output_of_launchers(text):
     assert ranks.find_killed(text.replace(b"4711", b"4712")) == {}
 
 
-@pytest.mark.slow
-def test_a_single_remaining_site_finishes_and_honest_models_are_never_rejected(pair):
-    limit(pair, "S1", 1)
-    for method in ("fedavg", "proxyfl"):
-        summary = local(pair, method, "train.lr=0.05")
-        assert rounds_of(summary) == [3, 1]
-        assert [row["rejected"] for row in summary["sites"]] == [0, 0]
-
-
 def test_sites_that_all_dropped_out_resume_from_the_most_advanced(larger_pair):
     cuts = [("S1", 3), ("S0", 5, "S1"), ("S1", 9), ("S1", 11, "S0")]
     assert interrupted(larger_pair, *cuts, overrides=["train.rounds=12"])["lost"] == []
@@ -312,11 +303,6 @@ def test_sites_that_all_dropped_out_resume_from_the_most_advanced(larger_pair):
         lines = [json.loads(line) for line in larger_pair.ledger_path(site).read_text().splitlines()]
         sent = [line["round"] for line in lines if line.get("sending") and not line.get("again")]
         assert sent == sorted(set(sent))
-
-
-@pytest.mark.slow
-def test_a_site_that_dropped_out_at_the_start_begins_like_all_others(study):
-    assert rounds_of(interrupted(study, ("S0", 1), ("S2", 1, "S1"))) == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from wsi_fl.oneshot.build_projection import build_projection
 from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.prepare.build_bags import make_features, make_mosaics
 from wsi_fl.stages.prepare.check_stores import check_sites
+from wsi_fl.stages.prepare.estimate_tiling import estimate_tiling
 from wsi_fl.stages.prepare.init_study import init_study
-from wsi_fl.stages.prepare.tile import estimate_tiling, tile_slides
+from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.stores.patch_store import PatchStore

@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,12 +18,10 @@ from test_pyramid_levels import LACKING, NOTE, left_out, zeroed
 from test_pyramid_levels import write as levels_file
 
 from wsi_fl.demo import simulated_slides
-from wsi_fl.slides.patching.slide_plan import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile_plans as stage
 from wsi_fl.stages.prepare.init_study import init_study
-from wsi_fl.stages.prepare.tile import estimate_bytes, render_tile_lines, tile_slides
-from wsi_fl.stages.prepare.tile_plans import hash_plan_inputs
+from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
 from wsi_fl.stages.runtime.console import TextLine
 from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stages.training import launch
@@ -33,7 +29,7 @@ from wsi_fl.stores.patch_shards import read_shard_content
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import site_lock
-from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
+from wsi_fl.types import WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
 
@@ -142,28 +138,6 @@ def test_a_slide_is_opened_again_only_where_something_changed(study, monkeypatch
     assert study.store_path("C1").read_bytes() == before
 
 
-def test_a_tiling_plan_depends_on_the_slide_its_label_its_outlines_and_the_settings(tmp_path):
-    slide, outlines = tmp_path / "a.tif", tmp_path / "a.xml"
-    slide.write_bytes(b"slide")
-    outlines.write_text("<a/>")
-    record = SlideRecord(slide, "a", "p", "C1", "annotated", True, outlines)
-
-    def made(spec=GridSpec(64, 1.0, 64), params=PlanParams(), reader="auto", **change):  # noqa: B008
-        return hash_plan_inputs(replace(record, **change), spec=spec, params=params, reader=reader)
-
-    found = [
-        *(made(), made(positive=False), made(mpp_override=0.5), made(reader="openslide")),
-        *(made(GridSpec(64, 1.0, 32)), made(params=PlanParams(groups={"hole": "hole"}))),
-    ]
-    assert made(split="test", patient="q") == found[0]
-    assert made(path=tmp_path / "a.mrxs") is None  # its folder would have to be looked at
-    outlines.write_text("<b/>")
-    found.append(made())
-    slide.write_bytes(b"slides")
-    found.append(made())
-    assert len(set(found)) == len(found) and None not in found
-
-
 RANKS = ["-n", "2", "--oversubscribe", "--bind-to", "none"]
 
 
@@ -214,6 +188,15 @@ def test_a_dry_run_reports_the_cost_of_tiling_and_writes_nothing(study, calm, ws
         assert 0 < said["bytes"] <= row["patches"] * (3 * 64**2 + 64)
     assert document["patches"] == sum(row["patches"] for row in whole)
     assert "nothing was written" in wsi_fl("tile", "--site", "C1", "--dry-run", cwd=study.root).stderr
+
+
+def test_patches_overlap_and_outlines_have_another_meaning_where_the_settings_say_so(study):
+    names = 'tile.groups={metastases="ignored"}'
+    (row,) = tile_slides(study, site="C1", overrides=[*SETTINGS, "tile.stride_px=32", names])["sites"]
+    _, table = content(study, "C1")
+    corners = {tuple(xy) for xy in table.xy_l0[table.slide == table.slide[0]].tolist()}
+    assert any((x + 64, y) in corners for x, y in corners), "half a patch of 128 level-0 pixels"
+    assert row["failed"] and all("no tumour is outlined" in slide["reason"] for slide in row["failed"])
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(study, monkeypatch):
@@ -315,15 +298,6 @@ def test_where_tiles_are_no_patches_the_shard_is_raw_and_tile_reports_it(aligned
     assert shards_of(study)[0].stat().st_mtime_ns == written
 
 
-def test_the_disk_space_of_a_slide_is_that_of_raw_pixels_where_its_tiles_are_no_patches(aligned):
-    with Slide(aligned[0]) as slide:
-        grids = [(256, 0.5, 256), (256, 0.5, 512), (256, 0.5, 128), (128, 0.5, 128), (256, 0.75, 256)]
-        assert [slide.has_whole_tiles(GridSpec(*grid)) for grid in grids] == [True, True, False, False, False]
-    plans = SimpleNamespace(is_native_tiled=[True, False].__getitem__)
-    needed = estimate_bytes({0: 40, 1: 60}, plans, GridSpec(256, 0.5, 256), "native")
-    assert needed == pytest.approx(256**2 * 3 * (40 / 4 + 60), rel=0.01)
-
-
 def spoil(path, *corners, half=False):
     """Damage the native tiles at level-0 corners of a slide of 256-px tiles, or drop the data after them."""
     with tifffile.TiffFile(path) as tif:
@@ -412,7 +386,7 @@ MEMORY = """
 from pathlib import Path
 import numpy as np
 from wsi_fl.slides.patching.slide_plan import SlidePlan
-from wsi_fl.stages.prepare.tile_plans import Plans, choose
+from wsi_fl.stages.prepare.tile_plans import Plans, sample_patches
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_store import SlideSource
 from wsi_fl.stores.patch_shards import ShardMeta, link_shards, write_positions
@@ -426,13 +400,13 @@ for k, record in enumerate(records):
     seen = bytes(200_000), np.zeros(1 << 17, np.uint8), (1024, 1024), [np.zeros((50, 2))]
     aside = np.zeros((0, 2), np.int64), np.zeros(0, "U1"), "saturation", 1.0
     facts = record, spec, 0.5, (100_000, 100_000), (0, 0, 100_000, 100_000), "hash", False, 97.0, ()
-    plans.save(k, SlidePlan(*facts, *rows, *seen, *aside), None)
-for k, keep in enumerate(choose(plans, range({n}), balance=True, max_per_slide=None)):
-    one = plans.load(k)
+    plans.save_plan(k, SlidePlan(*facts, *rows, *seen, *aside), None)
+for k, keep in enumerate(sample_patches(plans, range({n}), balance=True, max_per_slide=None)):
+    one = plans.load_plan(k)
     text = np.full(int(keep.sum()), one.record.slide)
     table = PatchTable(one.xy_l0[keep], one.label[keep], one.tumor_fraction[keep], text, text, text)
     shards.append(folder / "slides" / f"{{k}}.h5")
-    meta = ShardMeta(one.record.slide, one.record.patient, "train", spec, "", wanted="none")
+    meta = ShardMeta(one.record.slide, one.record.patient, "train", spec, "", content="none")
     write_positions(shards[-1], meta, table, SlideSource(one.record.slide, "x", "", None, "auto"))
 link_shards(folder / "patches.h5", StoreMeta("A", CLASSES, spec), shards)
 print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])  # ru_maxrss counts the parent

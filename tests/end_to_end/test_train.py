@@ -23,7 +23,6 @@ from wsi_fl.stages.site.privacy_account import find_guarantee
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
-from wsi_fl.system.machine import count_ranks
 from wsi_fl.types import WsiFlError
 
 study = larger
@@ -267,17 +266,3 @@ def test_without_mpi_the_error_names_its_installation(study, monkeypatch, tmp_pa
     beside = tmp_path / "mpiexec"
     beside.touch()
     assert launch.find_mpiexec() == str(beside)
-
-
-def test_ranks_of_a_foreign_launcher_are_noticed(monkeypatch):
-    """One task of Slurm is an interactive shell under srun."""
-    variables = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
-    for name, value, ranks in (
-        *((None, "", None), ("OMPI_COMM_WORLD_SIZE", "4", 4), ("OMPI_COMM_WORLD_SIZE", "1", 1)),
-        *(("SLURM_STEP_NUM_TASKS", "4", 4), ("SLURM_STEP_NUM_TASKS", "1", None), ("PMI_SIZE", "3", 3)),
-    ):
-        for one in variables:
-            monkeypatch.delenv(one, raising=False)
-        if name:
-            monkeypatch.setenv(name, value)
-        assert count_ranks() == ranks, name

@@ -100,13 +100,6 @@ def test_classes_and_latents_both_matter_to_both_networks_at_every_resolution(re
     assert not torch.allclose(discriminator(image, labels), discriminator(image, labels + 1))
 
 
-def test_truncation_draws_styles_to_their_mean():
-    network, z, labels = Generator(TINY), torch.randn(4, 6), torch.zeros(4, dtype=torch.int64)
-    network.mapping.w_mean.fill_(0.5)
-    full, half = network.map_styles(z, labels), network.map_styles(z, labels, 0.5)
-    assert torch.allclose(half, 0.5 + 0.5 * (full - 0.5), atol=1e-6) and full.shape == (4, TINY.n_styles, 6)
-
-
 @pytest.fixture
 def judged():
     """(discriminator, images, labels), in double precision."""
@@ -196,7 +189,7 @@ def test_a_gan_learns_the_colour_of_each_class():
     images = torch.full((16, 3, 16, 16), 40, dtype=torch.uint8)
     labels = torch.arange(16) % 2
     images[labels == 0, 0] = images[labels == 1, 2] = 220
-    terms = Gan(batch_size=8, path_weight=0, ema_images=100, ada_target=1)
+    terms = Gan(batch_size=8, path_weight=0, ema_images=100)
     state = GanState(TINY, terms, device=torch.device("cpu"))
     for _ in range(100):
         step(state, images, labels)
@@ -305,12 +298,10 @@ def test_the_probability_of_each_transform_is_p():
 
 def test_p_rises_while_the_discriminator_is_overconfident_and_falls_otherwise():
     sure, unsure = torch.ones(8), torch.tensor([1.0, -1.0] * 4)
-    start = Controller(0.5, 0.6, 100)
+    start = Controller(0.5, 100)
     assert start.observe_logits(sure).update_probability().p == pytest.approx(0.58)
     assert start.observe_logits(unsure).observe_logits(sure).update_probability().p == pytest.approx(0.34)
     assert (
-        start.update_probability() == start
-        and Controller(0.99, 0.6, 100).observe_logits(sure).update_probability().p == 1.0
+        start.update_probability() == start and Controller(0.99, 100).observe_logits(sure).update_probability().p == 1.0
     )
-    assert Controller(0.02, 0.6, 100).observe_logits(unsure).update_probability().p == 0.0
-    assert Controller(0.5, None, 100).observe_logits(sure).update_probability().p == 0.5
+    assert Controller(0.02, 100).observe_logits(unsure).update_probability().p == 0.0

@@ -18,7 +18,6 @@ import torch
 from conftest import make_study, refused
 
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, is_request
-from wsi_fl.models.segmenter import load_segmenter
 from wsi_fl.models.weights import read_weights
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.slides.layouts.common import read_rows
@@ -218,7 +217,6 @@ READERS = {
     "JSON lines": read_lines,
     "safetensors": partial(load_tensors, kind="model"),
     "weights": partial(load_weights, advice=""),
-    "segmenter": load_segmenter,
     "table": partial(read_rows, needed=["slide"]),
     "outlines": read_outlines,
     "pipeline": load_run_pipeline,

@@ -25,12 +25,10 @@ def test_the_slides_of_a_site_are_shown_by_the_names_of_their_folders(tmp_path):
     init_study(tmp_path / "study", archive=tmp_path / "archive")
     shown = build_gallery(Study(tmp_path / "study"), site="A")
     assert [one.name for one in shown.exhibits] == list(names)
-    with shown.borrow_slide(1) as slide:
-        assert slide.size_l0 == (256, 256)
+    assert shown.open_slide(1).size_l0 == (256, 256)
     tile = shown.render_tile(0, 8, 0, 0, lambda: True)
     pixels = np.asarray(Image.open(io.BytesIO(tile))).astype(int)
     assert pixels.shape[:2] == (256, 256) and np.abs(pixels - picture).mean() < 4
-    shown.close()
 
 
 def test_a_folder_and_its_files_are_slides_of_the_site_that_names_one_of_them(tmp_path):

@@ -221,13 +221,6 @@ def test_a_simulated_site_allows_every_share_and_a_real_one_those_it_lists():
     assert said_nothing.real and said_nothing.permissions == ()
 
 
-def test_the_prediction_model_is_a_setting_that_loads_back(study, tmp_path):
-    pipeline = study.load_pipeline("p", ["predict.model=mean"])
-    assert pipeline.predict.model == "mean" and 'model = "mean"' in dump_toml(pipeline)
-    (tmp_path / "config.toml").write_text(dump_toml(pipeline))
-    assert load_run_pipeline(tmp_path / "config.toml") == pipeline
-
-
 def test_conditions_of_keys_name_existing_keys_and_are_documented():
     rows = {row["key"]: row for row in find_keys()}
     conditions = {said for row in rows.values() for said in (*row["needs"], *row["excludes"])}

@@ -204,14 +204,6 @@ def test_progress_over_successive_tasks_never_goes_back(capsys):
     assert "about 0 s left" not in " ".join(shown[2:]) and shown[-1] == "train: 100%, finishing"
 
 
-def test_the_remaining_time_counts_down_between_two_steps():
-    bars = console.ProgressBars("train")
-    bars.update("C1", 1, 4)
-    now = time.monotonic()  # a step took 30 s, and 30 s more have gone
-    bars._starting_points["C1"], bars._progress_time = (0, now - 60), now - 30
-    assert bars._format_progress() == "train: 25%, about 60 s left"
-
-
 @pytest.mark.usefixtures("_eight_cores")
 def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8,2")

@@ -34,7 +34,8 @@ from wsi_fl.stages.training.train import resume_run
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import MosaicSettings, Pipeline
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.slide_settings import MosaicSettings
 from wsi_fl.types import Bags, Images, Vectors, WsiFlError
 
 ROUGH = 1e-3 if torch.cuda.is_available() else 0.0

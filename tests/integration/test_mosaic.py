@@ -30,7 +30,8 @@ from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.prepare import slide_lists
 from wsi_fl.stages.prepare.build_bags import make_mosaics
 from wsi_fl.stages.prepare.init_study import init_study
-from wsi_fl.stores.bag_store import BagStore, read_bag_shard
+from wsi_fl.stores.bag_shards import read_bag_shard
+from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, WsiFlError
 
@@ -258,16 +259,6 @@ def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
         with torch.inference_mode():
             maps = model.features(encoder.network._normalize_images(pixels))
         np.testing.assert_allclose(encoder(patch), pooled(maps).mean((2, 3)).numpy(), atol=1e-4)
-
-
-def test_the_mosaic_command_refuses_bad_usage_and_prints_one_document(study, calm, settings, wsi_fl):
-    assert wsi_fl("mosaic", cwd=study.root).returncode == 2
-    shutil.copytree(calm[0].root / "stores", study.root / "stores")
-    sets = [part for value in settings for part in ("--set", value)]
-    done = wsi_fl("mosaic", "--all", *sets, "--json", cwd=study.root)
-    assert done.returncode == 0, done.stderr
-    keys = {"site", "slides", "failed", "bags", "patches", "classes", "train", "test", "store", "seconds"}
-    assert keys <= json.loads(done.stdout)["sites"][0].keys()
 
 
 def test_a_scan_of_several_patients_is_in_one_split_and_reported(settings, tmp_path):

@@ -89,6 +89,26 @@ def test_a_file_without_labelled_images_is_refused_in_one_line(tmp_path):
     refused(tmp_path / "absent.npz", "no such file")
 
 
+def test_the_files_of_mnist_are_read_from_their_folder(tmp_path):
+    sets = {
+        "train": (pixels(5, 28, 0), np.array([3, 1, 0, 2, 1])),
+        "t10k": (pixels(2, 28, 0, seed=1), np.array([1, 9])),
+    }
+    for name, (x, y) in sets.items():
+        header = b"".join(n.to_bytes(4, "big") for n in (0x0803, *x.shape))
+        (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(header + x.tobytes())
+        labels = y.astype(np.uint8)
+        (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(
+            b"\0\0\x08\x01" + len(y).to_bytes(4, "big") + bytes(labels)
+        )
+    found = read_data_set(tmp_path)
+    for part, (x, y) in zip((found.train, found.test), sets.values(), strict=True):
+        assert np.array_equal(part.x[..., 0], x) and part.y.tolist() == y.tolist()
+    assert found.classes == tuple("0123456789")
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(header)
+    refused(tmp_path, "MNIST's four files")
+
+
 def test_resizing_averages_areas(tmp_path):
     x = pixels(3)
     found = read_data_set(npz(tmp_path, x=x, y=LABELS), size_px=4)
@@ -128,7 +148,7 @@ def test_train_and_test_folders_share_classes_channels_and_size(tmp_path):
     save(tmp_path / "test/a/0.png", pixels(1)[0])  # one in colour makes all three channels
     assert np.array_equal(read_data_set(tmp_path).train.x, np.repeat(grey[:2, ..., None], 3, 3))
     save(tmp_path / "test/a/1.png", pixels(1, side=9)[0])
-    refused(tmp_path, "2 sizes; ", "--size-px")
+    refused(tmp_path, "several sizes", "--size-px")
     assert read_data_set(tmp_path, size_px=4).test.x.shape == (3, 4, 4, 3)
     save(tmp_path / "test/c/0.png", grey[0])
     refused(tmp_path, "test: c is no class of ")

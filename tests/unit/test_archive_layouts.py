@@ -132,7 +132,6 @@ def test_paths_in_a_site_file_must_exist(tmp_path, change, words):
             "patient,stage\npatient_000_node_0.tif,sick\n",
             ("empty.csv", "patient_000_node_0.tif", "unknown label 'sick'", "negative"),
         ),
-        ("patient,stage\npatient_000_node_0.tif,n\xe9gatif\n", ("empty.csv", "not a readable CSV")),
     ],
 )
 def test_a_malformed_table_of_stages_is_refused_in_one_line(tmp_path, text, words):

@@ -13,7 +13,7 @@ from conftest import SHARED, nightly, refused
 from PIL import Image
 
 from wsi_fl.demo import simulated_slides
-from wsi_fl.slides.patching.artifacts import KINDS, QualityParams
+from wsi_fl.slides.patching.artifacts import KINDS
 from wsi_fl.slides.patching.mask_regions import area_mean
 from wsi_fl.slides.patching.outline_placement import SlideGeometry
 from wsi_fl.slides.patching.slide_plan import AllPatchesExcluded, PlanParams, plan_slide
@@ -26,6 +26,7 @@ from wsi_fl.stages.runtime.console import TextLine
 from wsi_fl.stores.fields import read_marked
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import GridSpec, SlideRecord
 from wsi_fl.viewer.build_gallery import build_gallery
 
@@ -70,7 +71,7 @@ def plan_picture(folder, picture, kinds=(), **params):
     path = folder / "a.tif"
     simulated_slides.write_pyramid(path, np.ascontiguousarray(picture), MPP, quality=92)
     record = SlideRecord(path, "a", "p", "C1", "negative", False)
-    return plan_slide(record, SPEC, PlanParams(quality=QualityParams(kinds), **params))
+    return plan_slide(record, SPEC, PlanParams(max_artifacts=Pipeline(tile={"qc": list(kinds)}).tile.qc), **params)
 
 
 def places(corners):
@@ -145,7 +146,7 @@ def test_pen_black_and_blur_artifacts_are_found(tissue, tmp_path, fault):
 
 
 def test_no_artifact_is_found_on_sound_tissue(simulated_pixels, tmp_path):
-    plan = plan_picture(tmp_path, simulated_pixels[0], tuple(kind for kind in KINDS if kind != "fold"))
+    plan = plan_picture(tmp_path, simulated_pixels[0], KINDS)
     assert len(plan.aside_xy_l0) <= 0.02 * len(plan.xy_l0)
     assert len(plan_picture(tmp_path, simulated_pixels[0]).aside_xy_l0) == 0
 
@@ -155,25 +156,6 @@ def test_a_slide_of_artifacts_alone_is_excluded_with_their_counts(simulated_pixe
     with pytest.raises(AllPatchesExcluded, match=r"all \d+ are excluded \(\d+ blur\); see tile\.qc") as failure:
         plan_picture(tmp_path, simulated_pixels[0], ("blur",))
     assert set(failure.value.reasons) == {"blur"}
-
-
-def test_a_bubble_is_found(simulated_pixels, tmp_path):
-    sound = simulated_pixels[0]
-    centre = (0.45 * sound.shape[1], 0.45 * sound.shape[0])
-    bubble = artifacts.bubbled(sound, centre, 400, MPP)
-    inside = artifacts.disc(sound.shape[:2], centre, 400)
-    found, of, false, _ = counts(tmp_path, sound, bubble, inside, "bubble")
-    assert found >= 0.8 * of > 5 and false == 0
-
-
-def test_a_fold_is_found_where_tissue_is_even(tmp_path):
-    rng = np.random.default_rng(0)
-    even = np.full((1536, 1536, 3), 243.0)
-    even[200:1336, 200:1336] = np.array((205, 150, 190)) + rng.normal(0, 12, (1136, 1136, 1))
-    picture = even.clip(0, 255).astype(np.uint8)
-    where = artifacts.disc(picture.shape[:2], (700, 800), 300)
-    found, of, false, clean = counts(tmp_path, picture, artifacts.folded(picture, where, 40), where, "fold")
-    assert found >= 0.9 * of > 5 and false == 0 < clean
 
 
 def pale(picture):

@@ -119,21 +119,6 @@ def test_a_number_that_was_counted_in_each_batch_is_noticed_in_the_second():
     refused(lambda: step(trainer, x[2:], balanced(slice(2, 8))), "a number in it was 0.225 and is 0.1")
 
 
-def test_weights_of_as_many_classes_as_a_batch_has_rows_are_no_rows():
-    x, y = data("vectors")
-    trainer, _ = trainer_of(nn.Linear(D, 2))
-    weight = torch.tensor([1.0, 5.0])
-    for rows in (slice(0, 8), slice(0, 2)):  # two rows, two classes
-        loss = step(
-            trainer,
-            x[rows],
-            lambda out, rows=rows: functional.binary_cross_entropy_with_logits(
-                out, functional.one_hot(y[rows], 2).float(), pos_weight=weight
-            ),
-        )
-        assert loss > 0
-
-
 def test_a_model_changed_after_the_first_step_is_checked_again():
     model = nn.Sequential(nn.Linear(D, D), nn.Identity(), nn.Linear(D, 2))
     (x, y), (trainer, _) = data("vectors"), trainer_of(model)
@@ -221,15 +206,6 @@ def test_built_in_models_skip_the_row_by_row_check(monkeypatch):
             x, y = data(case.kind)
             step(trainer, x, case.loss(y))
             assert trainer.engine == "ghost" and row_independence.model_origin(case.make()) == "built-in"
-
-
-@pytest.mark.parametrize("engine", ["ghost", "hooks"])
-def test_a_requested_engine_does_not_bypass_the_check(engine):
-    model = Net(lambda net, x: net.fc(x - x.mean(0)), fc=nn.Linear(D, 2))
-    (x, y), recorder = data("vectors"), Recorder(model.parameters())
-    trainer = DPTrainer(model, recorder, sigma=0.0, clip=1.0, batch_size=B, engine=engine)
-    assert trainer.engine == "singly"
-    refused(lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)), "ties the rows")
 
 
 def test_a_custom_pool_makes_a_built_in_model_custom():

@@ -16,7 +16,8 @@ from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy import dpsgd
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
-from wsi_fl.privacy.gradients import ENGINES, _layer_gradients
+from wsi_fl.privacy.gradients import ENGINES
+from wsi_fl.privacy.layer_gradients import layer_gradients
 from wsi_fl.types import Images
 
 WAYS = (*ENGINES, "patient")
@@ -108,7 +109,7 @@ def test_the_norm_of_cancelling_positions_is_not_below_their_sum():
     layer = nn.Linear(64, 64)
     for spread in (1.0, 1e-2, 1e-3, 1e-4, 1e-5):
         a, g = torch.randn(9, 1, 64) + spread * torch.randn(9, 8, 64), torch.randn(9, 8, 64)
-        ghost = _layer_gradients(layer, [(a, g - g.mean(1, keepdim=True))])
+        ghost = layer_gradients(layer, [(a, g - g.mean(1, keepdim=True))])
         for k in range(9):
             found = ghost.weighted_sum(torch.ones(9), torch.tensor([k]))
             summed = sum(float(total.double().square().sum()) for total in found.values())

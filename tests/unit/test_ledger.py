@@ -135,13 +135,6 @@ def test_interleaved_runs_are_kept_apart(open_ledger):
     assert again.epsilon() == expected_epsilon(2) and again.epsilon(lifetime=True) == expected_epsilon(4)
 
 
-def test_epsilon_is_none_after_a_release_without_privacy(open_ledger):
-    release(open_ledger("bare", allow=("model",)), 1, None)
-    ledger = open_ledger("protected")
-    release(ledger, 1)
-    assert ledger.epsilon() == expected_epsilon(1) and ledger.epsilon(lifetime=True) is None
-
-
 def test_the_budget_of_a_real_site_is_for_life_and_of_a_simulated_one_for_a_run(open_ledger):
     record(open_ledger("first"), 1, 2)
     simulated = open_ledger("second", max_epsilon=limit(3))
@@ -182,16 +175,6 @@ def test_only_recorded_bytes_are_resent_at_no_cost_and_on_record(open_ledger):
     for run, round_, vector in (("one", 4, VECTOR + 1), ("one", 5, VECTOR), ("other", 4, VECTOR)):
         with pytest.raises(WsiFlError, match=UNKNOWN):
             open_ledger(run).release_again(round_, vector, schema=SCHEMA)
-
-
-def test_summary_counts_steps(open_ledger):
-    ledger = open_ledger(guarantee="nominal", max_epsilon=9.0)
-    for round_ in (1, 2, 2):
-        release(ledger, round_)
-    summary = ledger.summary()
-    assert summary["steps"] == 20 and summary["epsilon"] == expected_epsilon(2)
-    assert (summary["guarantee"], summary["max_epsilon"], summary["insecure"]) == ("nominal", 9.0, False)
-    json.dumps(summary, allow_nan=False)
 
 
 @pytest.mark.parametrize("steps", [1, 20, 300])

@@ -26,7 +26,6 @@ from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples
 from wsi_fl.models import create_model
 from wsi_fl.privacy import row_independence
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.system import direct_io
 from wsi_fl.types import Images, WsiFlError
 
 CPU = torch.device("cpu")
@@ -74,17 +73,6 @@ def test_the_mutual_loss_is_a_weighted_mean_over_examples_and_trains_the_student
     torch.testing.assert_close(loss, torch.stack(single).mean())
     loss.backward()
     assert h.grad is None and f.grad.abs().sum() > 0
-
-
-def test_a_zero_weight_computes_no_teacher(monkeypatch):
-    private, proxy, plain = learner(), learner(1), learner()
-    monkeypatch.setattr(proxy, "predict_logits", lambda _: pytest.fail("a teacher was asked"))
-    step, learners = METHODS["proxyfl"].step, {"private": private, "proxy": proxy}
-    step(learners, make_batch(), Weights(alpha=0.0, beta=0.3), CipherStream.from_entropy())
-    take_supervised_step(plain, make_batch(), CipherStream.from_entropy())
-    assert private.parameter_vector().tobytes() == plain.parameter_vector().tobytes()
-    with pytest.raises(pytest.fail.Exception, match="was asked"):
-        step(learners, make_batch(), Weights(alpha=0.1, beta=0.3), CipherStream.from_entropy())
 
 
 @pytest.mark.parametrize(("beta", "independent"), [(0.0, True), (0.3, False)])
@@ -225,21 +213,6 @@ def test_an_augmentation_reproduces_recorded_values(name, digest):
     assert sha256((out * 1000).round().to(torch.int16).numpy().tobytes()).hexdigest()[:16] == digest
 
 
-def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
-    dark, light = (
-        torch.stack(
-            [build_augmentation("stain", CipherStream.from_seed(k))(torch.full((3, 6, 6), at)) for k in range(40)]
-        )
-        for at in (0.0, 1.0)
-    )
-    offset = dark.mean((2, 3))
-    gain = light.mean((2, 3)) - offset
-    torch.testing.assert_close(dark, offset[..., None, None].expand_as(dark))
-    assert 0.3 < float(offset.abs().max()) <= 0.5 + 1e-5
-    assert 0.3 < float((gain - 1).abs().max()) <= 0.4 + 1e-5
-    assert float((offset.std(1) > 0.01).float().mean()) > 0.6  # channels move apart
-
-
 def limit_memory(model, most):
     """Limit the rows that fit the model's memory; return the list of batch sizes."""
     shown = []
@@ -282,25 +255,6 @@ def test_a_step_that_exceeds_memory_is_computed_in_parts(way, monkeypatch):
     assert {6, 3} & set(shown) and max(shown[-3:]) <= 2  # the second step knows what fits
     for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)  # a step is 0.01
-
-
-@pytest.mark.parametrize("dp", [None, replace(PRIVATE, batch_size=5)], ids=["plain", "dp"])
-def test_small_batches_on_a_cpu_give_the_same_step(dp, monkeypatch):
-    monkeypatch.setattr(row_independence, "_is_changed", lambda part: False)  # this hook only looks
-    whole, parts = (learner(dp=dp, kind="gn_cnn_small", size=16) for _ in range(2))
-    x, y = torch.rand(5, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 1])
-    answers = whole.predict_logits(x)
-    loss = take_mutual_step(whole, answers, 0.4, (x, y), CipherStream.from_entropy())
-    said = predict_examples(whole.predict_logits, examples_of(pixels_of(5, 16)), CPU)
-    monkeypatch.setattr(direct_io, "_PIXELS_AT_ONCE", 2 * 16 * 16)
-    shown = limit_memory(parts.model, 5)
-    assert take_mutual_step(parts, answers, 0.4, (x, y), CipherStream.from_entropy()) == pytest.approx(loss, rel=1e-5)
-    found = predict_examples(parts.predict_logits, examples_of(pixels_of(5, 16)), CPU)
-    np.testing.assert_allclose(found, said, atol=1e-4)
-    assert shown[-6:] == 2 * [2, 2, 1]  # after two rows that the model is measured on
-    assert (
-        direct_io.rows_at_once(250, (3, 16, 16), gpu=True) == direct_io.rows_at_once(250, (1000, 16), gpu=False) == 250
-    )
 
 
 def test_an_example_that_exceeds_memory_is_refused_in_one_line():

@@ -14,10 +14,11 @@ from torch.nn import functional
 from wsi_fl.learning.local_training import DPSettings, Learner, take_supervised_step
 from wsi_fl.models import create_model
 from wsi_fl.models.mil import build_deepset
-from wsi_fl.privacy import gradients
+from wsi_fl.privacy import layer_gradients as layer_rules
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients
-from wsi_fl.privacy.gradients import ENGINES, GHOST_RULES, _find_obstacle, _layer_gradients
+from wsi_fl.privacy.gradients import ENGINES
+from wsi_fl.privacy.layer_gradients import GHOST_RULES, find_obstacle, layer_gradients
 from wsi_fl.types import Images, WsiFlError
 
 N_CLASSES = 3
@@ -69,7 +70,7 @@ TIMM = ["convnext_atto", *nightly("resnet18", "efficientnet_lite0", "mobilenetv3
 @pytest.mark.parametrize("name", TIMM)
 def test_the_engine_that_a_timm_model_gets_sums_the_clipped_gradients_of_a_loop(name):
     model = vary(build_model(f"timm:{name}", 32, 3)).train()
-    compare("hooks" if _find_obstacle(model) else "ghost", model, *images(2, 3, 32))
+    compare("hooks" if find_obstacle(model) else "ghost", model, *images(2, 3, 32))
 
 
 @EACH
@@ -90,8 +91,8 @@ def check_layer(module, a):
     with torch.no_grad():
         preferred = GHOST_RULES[type(module)](module, a, g) is not None
         for pays in (True, False):
-            with patch.object(gradients, "_is_ghost_smaller", lambda *_, pays=pays: pays):
-                way = _layer_gradients(module, [(a, g)])
+            with patch.object(layer_rules, "_is_ghost_smaller", lambda *_, pays=pays: pays):
+                way = layer_gradients(module, [(a, g)])
             scale = float(squares.max())
             # where positions cancel, a norm may come out too long by round-off of what cancels, never too short
             cancels = 2e-6 * float((a.flatten(1).norm(dim=1) * g.flatten(1).norm(dim=1)).square().max())
@@ -155,7 +156,7 @@ def test_small_images_of_many_channels_take_the_ghost_norm_and_large_ones_the_ma
 
 
 def test_inner_products_are_taken_a_few_examples_at_a_time(monkeypatch):
-    monkeypatch.setattr("wsi_fl.privacy.gradients._GRAM_ENTRIES_CPU", 2 * 36**2)
+    monkeypatch.setattr("wsi_fl.privacy.layer_gradients._GRAM_ENTRIES_CPU", 2 * 36**2)
     assert check_layer(nn.Conv2d(32, 32, 3, padding=1), torch.randn(5, 32, 4, 4))
     assert check_layer(nn.Conv2d(64, 64, 3, padding=1, groups=2), torch.randn(5, 64, 4, 4))
 
@@ -278,7 +279,7 @@ def test_models_unsuited_to_ghost_norms_use_hooks():
         (flat(nn.PReLU()), "1 (PReLU)", "hooks"),
     ):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        assert words in _find_obstacle(model)
+        assert words in find_obstacle(model)
         assert DPTrainer(model, sgd, sigma=0.0, clip=1.0, batch_size=3).engine == way
     assert check_per_example_gradients(tied, (1, 6, 6), N_CLASSES) == "hooks"
 
@@ -305,7 +306,7 @@ def test_norms_of_timm_and_without_bias_have_rules(name, engine):
     torch.manual_seed(0)
     norm = norms_of_timm()[name]
     model = vary(nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.Flatten(), nn.Linear(64, N_CLASSES)))
-    assert _find_obstacle(model) is None
+    assert find_obstacle(model) is None
     compare(engine, model, *images(4, 1, 6))
     compare(engine, frozen_first(model), *images(4, 1, 6))
 
@@ -320,7 +321,7 @@ def frozen_first(model):
 def test_a_network_of_timm_with_group_norms_goes_by_ghost():
     with torch.device("meta"):
         model = create_model("timm:resnet50_gn", n_classes=2, shape=Images(3, 32), seed=0)
-    assert _find_obstacle(model) is None
+    assert find_obstacle(model) is None
 
 
 @EACH

@@ -15,7 +15,7 @@ from wsi_fl import __main__
 from wsi_fl.cli.main import app
 from wsi_fl.privacy import accounting, loss_distribution
 from wsi_fl.privacy.accounting import Mechanism, epsilon, find_sigma, max_tpr, plan_mechanism
-from wsi_fl.privacy.privacy_plan import list_proposals, propose_plan
+from wsi_fl.privacy.privacy_plan import propose_plan
 
 DELTA = 1e-5
 sigmas = st.floats(0.6, 8)
@@ -23,18 +23,14 @@ rates = st.floats(0.005, 1)
 steps = st.integers(1, 2000)
 
 
-def cost(sigma, rate, n, delta=DELTA, orders=None):
+def cost(sigma, rate, n, delta=DELTA):
     """Compute ε of a number of steps with this noise and sampling rate."""
-    return epsilon([Mechanism(sigma, 1.0, rate, n)], delta, *([orders] if orders else []))
+    return epsilon([Mechanism(sigma, 1.0, rate, n)], delta)
 
 
 @pytest.mark.parametrize(("n", "published"), [(2338, 2.36), (2726, 2.17), (2937, 2.08), (2841, 2.12), (10842, 1.00)])
 def test_table_2_of_proxyfl(n, published):
     assert round(epsilon([plan_mechanism(n, 32, 30, 1.4, 0.7)], DELTA), 2) == published
-
-
-def test_default_mnist_run_of_the_reference_code():
-    assert epsilon([plan_mechanism(1000, 250, 300, 1.0, 1.0)], 1e-3) == pytest.approx(86.8, abs=0.05)
 
 
 def test_full_batches_cost_what_the_gaussian_mechanism_costs():
@@ -97,15 +93,6 @@ def test_an_epoch_sees_each_row_once_on_average(n, batch_size):
     assert mechanism.sample_rate * mechanism.steps == pytest.approx(3)
 
 
-def test_a_gaussian_at_epsilon_1_hides_all_but_two_of_a_hundred():
-    low, high = 0.2, 0.4
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (middle, high) if accounting._gaussian_epsilon(middle, DELTA) < 1 else (low, middle)
-    assert round(low, 3) == 0.268
-    assert max_tpr([Mechanism(1 / low, 1.0, 1.0, 1)]) == pytest.approx(0.0198, abs=5e-5)
-
-
 @pytest.mark.parametrize(
     ("events", "above"), [([(1.0, 3.0, 1), (1.0, 5.0, 1), (1.0, 8.0, 1)], 1.01), ([(0.1, 2.0, 60), (1.0, 9.0, 2)], 1.4)]
 )
@@ -129,13 +116,13 @@ def test_detection_lies_between_guessing_and_epsilon_and_falls_with_noise(sigma,
     assert max_tpr([Mechanism(0.0, 1.0, 1.0, 1)], rate) == 1.0 and max_tpr([], rate) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize(("n", "target"), [(1, 8.0), (200, 1.0)])
-def test_a_plan_spends_the_budget_and_never_more(n, target):
-    way = propose_plan(n, 20, target, 1e-5, clip=0.7)
+@pytest.mark.parametrize(("n", "epochs", "target"), [(1, 20, 8.0), (200, 20, 1.0), (500, 10, 0.1)])
+def test_a_plan_spends_the_budget_and_never_more(n, epochs, target):
+    way = propose_plan(n, epochs, target, 1e-5, clip=0.7)
     mechanism = way.mechanism
-    assert target * 0.99 < epsilon([mechanism], 1e-5) <= target
+    assert target * 0.98 < epsilon([mechanism], 1e-5) <= target
     assert mechanism.clip == 0.7 and mechanism.sample_rate == 1 / -(-n // way.batch_size)
-    assert mechanism.steps == 20 * -(-n // way.batch_size)
+    assert mechanism.steps == epochs * -(-n // way.batch_size)
 
 
 @pytest.mark.slow
@@ -143,20 +130,6 @@ def test_epsilon_spent_before_counts_in_a_plan():
     sums = Mechanism(sigma=10.0, clip=1.0, sample_rate=1.0, steps=1)
     alone, after = propose_plan(300, 10, 3.0, 1e-5), propose_plan(300, 10, 3.0, 1e-5, spent=[sums])
     assert epsilon([sums, after.mechanism], 1e-5) <= 3.0 < epsilon([sums, alone.mechanism], 1e-5)
-
-
-def test_the_chosen_batch_size_has_the_most_steps_near_the_best_signal():
-    ways, chosen = list_proposals(100, 40, 3.0, 1e-5), propose_plan(100, 40, 3.0, 1e-5)
-    best = max(way.signal_to_noise for way in ways)
-    assert chosen.signal_to_noise >= 0.95 * best
-    beyond = [way for way in ways if way.mechanism.steps > chosen.mechanism.steps]
-    assert beyond and all(way.signal_to_noise < 0.95 * best for way in beyond)
-
-
-def test_fewer_renyi_orders_give_an_upper_bound():
-    for sigma, rate, n in ((1.4, 0.02, 500), (4.0, 0.5, 40)):
-        exact, quick = cost(sigma, rate, n), cost(sigma, rate, n, orders=accounting.WHOLE_ORDERS)
-        assert exact <= quick <= exact * 1.02
 
 
 @pytest.mark.parametrize(("target", "rate", "steps"), [(0.3, 1.0, 40), (2.4, 0.02, 900), (20.0, 1.0, 40)])
@@ -180,20 +153,6 @@ def test_the_proposal_is_that_of_an_exact_accountant(n, epochs, target, delta, c
     assert propose_plan(n, epochs, target, delta).batch_size == chosen
 
 
-def test_full_batches_and_others_are_compared_by_the_same_price():
-    ways = {way.batch_size: way for way in list_proposals(1973, 34, 3.0, 5e-5)}
-    for way in ways.values():
-        assert 2.99 < accounting.renyi_epsilon([way.mechanism], 5e-5, accounting.WHOLE_ORDERS) <= 3
-    ratio = {size: way.signal_to_noise / ways[1973].signal_to_noise for size, way in ways.items()}
-    exact = {987: 0.979, 658: 0.970, 494: 0.964, 329: 0.953, 247: 0.945}  # by PLD
-    assert {size: ratio[size] for size in exact} == pytest.approx(exact, abs=0.003)
-
-
-def test_a_target_near_the_limit_of_the_rdp_accountant_is_planned():
-    for target in (0.1, 0.15):
-        assert 0.98 * target < epsilon([propose_plan(500, 10, target, 1e-5).mechanism], 1e-5) <= target
-
-
 @pytest.mark.parametrize(
     ("mechanism", "name"),
     [
@@ -205,8 +164,6 @@ def test_a_target_near_the_limit_of_the_rdp_accountant_is_planned():
 )
 def test_the_accountant_in_use_is_named(mechanism, name):
     assert accounting.pricing_method([mechanism], DELTA) == name
-    unsampled = accounting._gaussian_epsilon(accounting._gaussian_mu([mechanism]), DELTA) if mechanism.sigma else inf
-    assert (epsilon([mechanism], DELTA) == unsampled) == (name != "rdp")
 
 
 @pytest.mark.parametrize(("sigma", "q"), [(20.0, 0.5), (45.0, 0.03), (300.0, 0.9), (1000.0, 0.5), (1e6, 0.5)])
@@ -227,14 +184,6 @@ def test_large_noise_is_priced_as_its_integral_and_never_below(sigma, q):
         assert right <= found[order] <= right * (1 + 1e-6)
 
 
-def test_the_integral_for_large_noise_agrees_with_opacus_at_moderate_noise():
-    """Opacus' series loses digits as noise grows; both agree where it still has some."""
-    orders = accounting._ORDERS
-    ours = accounting._integrate_step_rdp(8.0, 0.3, orders)
-    theirs = accounting._load_opacus().compute_rdp(q=0.3, noise_multiplier=8.0, steps=1, orders=list(orders))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-7)
-
-
 GROUPS = [  # noise, rate, steps, rows, δ, ε by dp-accounting's mixtures of Gaussians (0.6.0, cells of 1e-3 or less)
     (2.0, 1e-4, 1000, 50, 1e-5, 0.29239),
     (1.0, 0.02, 50, 3, 1e-5, 3.72621),
@@ -252,7 +201,6 @@ def test_the_guarantee_of_a_patient_with_many_rows_is_valid_and_nearly_tight(sig
     step = Mechanism(sigma, 1.0, q, n)
     found = accounting.group_epsilon([step], delta, k)
     assert exact * 0.9999 <= found <= exact * 1.002
-    assert found <= accounting._mixture_epsilon([step], delta, k)  # as it was priced before
     halves = [Mechanism(sigma, 1.0, q, n // 2), Mechanism(sigma, 0.3, q, n - n // 2)]
     assert accounting.group_epsilon(halves, delta, k) == pytest.approx(found, rel=1e-9)
 
@@ -263,28 +211,6 @@ def test_more_rows_have_a_weaker_guarantee_than_a_single_row(sigma, q, n, k, del
     step = [Mechanism(sigma, 1.0, q, n)]
     found = [accounting.group_epsilon(step, delta, rows) or inf for rows in (1, k, 2 * k)]
     assert found == sorted(found) and found[0] == epsilon(step, delta)
-    before = accounting._mixture_epsilon(step, delta, k)
-    assert found[1] <= max(before * (1 + 1e-9), found[0]) or before > accounting.MAX_GROUP_EPSILON
-
-
-@pytest.mark.slow
-def test_a_patient_with_many_rows_against_another_accountant():
-    pytest.importorskip("dp_accounting")
-    from dp_accounting.pld.privacy_loss_distribution import from_mixture_gaussian_mechanism
-    from scipy.stats import binom
-
-    rng = np.random.default_rng(3)
-    for _ in range(4):
-        sigma, q, k = rng.uniform(1.5, 6), 10 ** rng.uniform(-2.5, -0.5), int(rng.integers(2, 12))
-        rows = np.arange(k + 1)
-        share = binom.pmf(rows, k, q)
-        judge = from_mixture_gaussian_mechanism(
-            sigma, rows.astype(float).tolist(), (share / share.sum()).tolist(), value_discretization_interval=5e-3
-        )
-        n = int(rng.integers(5, 40))
-        exact = judge.self_compose(n).get_epsilon_for_delta(1e-6)
-        found = accounting.group_epsilon([Mechanism(sigma, 1.0, q, n)], 1e-6, k)
-        assert found >= 0.99 * exact and found <= max(1.01 * exact, epsilon([Mechanism(sigma, 1.0, q, n)], 1e-6))
 
 
 def random_plans(count, seed=0):

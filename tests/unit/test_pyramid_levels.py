@@ -9,7 +9,6 @@ from builders import refused
 from dicom_files import write_dicom
 from PIL import Image
 
-from wsi_fl.slides.reading import picture_parts
 from wsi_fl.slides.reading.formats.level_selection import is_padded, select_levels
 from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.slides.reading.reader import Slide
@@ -343,29 +342,3 @@ def test_a_level_is_filled_up_where_no_picture_but_its_tiles_have_its_size():
     assert is_padded((104_448, 55_296), (13_312, 7168), (1024, 1024))
     for whole, level in (((4096, 3072), (2048, 1536)), ((2100, 2100), (1050, 1050)), ((2304, 1536), (768, 512))):
         assert not is_padded(whole, level, tile), (whole, level)
-
-
-def test_unreadable_areas_are_reported_and_retries_are_bounded():
-    asked = []
-
-    def painter(area, bad):
-        asked.append(area)
-        if bad(area):
-            raise picture_parts.WsiFlError("bad")
-
-    corner = picture_parts.paint_areas(
-        (256, 256),
-        [(slice(0, 256), slice(0, 256))],
-        partial(painter, bad=lambda a: a[0].start < 8 and a[1].start < 8),
-        64,
-    )
-    assert [(a[0].start, a[1].start) for a in corner.areas] == [(0, 0)] and not corner.is_hopeless
-    asked.clear()
-    lost = picture_parts.paint_areas(
-        (256, 256), [(slice(0, 256), slice(0, 256))], partial(painter, bad=lambda a: True), 64
-    )
-    assert lost.is_hopeless and len(asked) <= 800
-    covered = np.zeros((256, 256), int)
-    for area in lost.areas:
-        covered[area] += 1
-    assert (covered == 1).all()

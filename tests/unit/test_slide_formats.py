@@ -357,12 +357,6 @@ def test_the_slide_of_an_ome_tiff_is_its_largest_picture(picture, tmp_path):
         np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
 
 
-def test_planes_of_an_ome_tiff_and_of_an_ome_zarr_are_one_slide(picture, tmp_path):
-    with Slide(ome_planes()(tmp_path, picture)) as tiff, Slide(ome_zarr("0.4")(tmp_path, picture)) as zarr:
-        for mpp in (MPP, 2 * MPP, 0.7):
-            np.testing.assert_array_equal(tiff.read((99, 50), 300, mpp), zarr.read((99, 50), 300, mpp))
-
-
 @pytest.mark.parametrize("bits", [12, 14, 16, None])
 def test_a_czi_of_16_bits_is_read_by_the_bits_that_it_uses(picture, tmp_path, bits):
     library = pytest.importorskip("pylibCZIrw.czi")

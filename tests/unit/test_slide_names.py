@@ -10,7 +10,7 @@ from test_archive_layouts import HEADER, generic, read_generic
 from test_slide_tables import archive
 
 from wsi_fl.slides.layouts import Sources, detect_layout, list_sites, read_site
-from wsi_fl.slides.layouts.common import match_slide_name, read_rows
+from wsi_fl.slides.layouts.common import match_slide_name
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.study.folder import Study
 from wsi_fl.system.file_names import describe_mismatch, drop_companions, glob_paths, is_missing
@@ -154,8 +154,3 @@ def test_a_slide_of_a_table_is_its_files_name_without_folder_and_suffix():
     known = {"a", "b.c", "d\\e"}
     named = {"D:\\x\\a.svs": "a", "/y/b.c": "b.c", "b.c.h5": "b.c", "d\\e": "d\\e", "z.tif": "z.tif"}
     assert {text: match_slide_name(text, known) for text in named} == named
-
-
-def test_two_columns_of_one_name_that_disagree_are_refused(tmp_path):
-    (tmp_path / "t.csv").write_text("\ufeffslide,label,label\r\na,x,x\r\nb,x,y\r\n", encoding="utf-8")
-    refused(lambda: read_rows(tmp_path / "t.csv", ["slide"]), "line 3", "column 'label' is there twice")

@@ -66,7 +66,10 @@ def test_an_invalid_row_is_refused_with_its_line(tmp_path, row, words):
         (" , ,\n", ("the table is empty",)),
         ("slide,patient\n", ("column 'site' is missing; has slide, patient",)),
         (f"{HEADER}\n".encode() + b"Gr\xfc\xdfe,p,A,tumor\n", ("not UTF-8",)),
-        (f"{HEADER},label\na.tif,p0,A,normal,tumor\n", ("column 'label' is there twice",)),
+        (
+            f"{HEADER},label\na.tif,p0,A,normal,normal\nb.tif,p1,A,normal,tumor\n",
+            ("line 3: column 'label' is there twice",),
+        ),
     ],
 )
 def test_an_unreadable_table_is_refused_with_the_reason(tmp_path, table, words):

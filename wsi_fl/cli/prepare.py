@@ -72,10 +72,13 @@ def tile_sites(
     from wsi_fl.slides.reading.probe import start_ahead
 
     start_ahead()
-    from wsi_fl.stages.prepare.tile import estimate_tiling, render_estimate_lines, render_tile_lines, tile_slides
+    from wsi_fl.stages.prepare.estimate_tiling import estimate_tiling, render_estimate_lines
+    from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
 
-    work, lines = (estimate_tiling, render_estimate_lines) if dry_run else (tile_slides, render_tile_lines)
-    run_work("tile", partial(work, study, **scope), as_json, lines)
+    if dry_run:
+        run_work("tile", partial(estimate_tiling, study, **scope), as_json, render_estimate_lines)
+    else:
+        run_work("tile", partial(tile_slides, study, **scope), as_json, render_tile_lines)
 
 
 def encode_mosaics(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 from typer.core import TyperCommand
 
 from wsi_fl.cli.options import (
@@ -42,6 +42,7 @@ class MethodHelpCommand(TyperCommand):
         return super().get_help(ctx)
 
 
+_Backend = Annotated[str, Option(help="mpi: one rank per site. local: all sites in this process.")]
 _Resume = Annotated[str | None, Option(metavar="RUN", help="Continue a run after its last round.")]
 _Seeds = Annotated[int | None, Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on.")]
 _Folds = Annotated[
@@ -56,6 +57,7 @@ _Without = Annotated[
 _Baselines = Annotated[
     bool, Option("--baselines", help="Also the baselines of the method's paper, in a table (mpcpa).")
 ]
+_DryRun = Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")]
 _Plan = Annotated[
     Path | None,
     Option(metavar="FILE", help="With --dry-run: a plan, signed or not, run with copies of your own data alone."),
@@ -72,14 +74,14 @@ def train(
     method: Annotated[str, Option(help="Training method; --help describes each.")] = DEFAULT_METHOD,
     pipeline: Pipeline = None,
     overrides: Set = None,
-    backend: Annotated[str, Option(help="mpi: one rank per site. local: all sites in this process.")] = "mpi",
+    backend: _Backend = "mpi",
     resume: _Resume = None,
     seeds: _Seeds = None,
     folds: _Folds = None,
     leave_site_out: _LeaveSiteOut = False,
     without: _Without = None,
     baselines: _Baselines = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")] = False,
+    dry_run: _DryRun = False,
     plan: _Plan = None,
     site: _PlanSite = None,
     keep: _Keep = None,
@@ -88,76 +90,72 @@ def train(
 ) -> None:
     """Train: one MPI rank per site, started here or by mpiexec or srun."""
     is_series = seeds is not None or folds is not None or leave_site_out
-    if resume is not None and (overrides or pipeline or is_series):
-        raise UsageError(
-            "a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and --leave-site-out"
-        )
-    if without and resume is None:
-        raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
-    if (site or keep) and plan is None:
-        raise UsageError("--site and --keep belong to --plan")
-    if plan is not None and (not dry_run or pipeline or resume is not None or is_series):
-        raise UsageError("--plan belongs to --dry-run, and has method and settings; add --set train.rounds=1 at most")
-    is_alone = resume is None and not is_series and not dry_run
-    baseline_work = _find_baselines(method, is_alone=is_alone) if baselines else None
-    study, settings = find_study(), [*(overrides or []), *([] if folds is None else [f"train.folds={folds}"])]
+    load_baselines = METHODS[method].load_baselines if baselines and method in METHODS else None
+    is_new_run = resume is None and not is_series and not dry_run
+    _require(
+        resume is None or not (overrides or pipeline or is_series),
+        "a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and --leave-site-out",
+    )
+    _require(not without or resume, "--without belongs to --resume; a new run takes its sites from the pipeline")
+    names = list_names(lambda row: row.load_baselines is not None)
+    _require(not baselines or (load_baselines and is_new_run), f"--baselines belongs to --method {names}, alone")
+    _require(plan is not None or not (site or keep), "--site and --keep belong to --plan")
+    _require(
+        plan is None or (dry_run and not pipeline and resume is None and not is_series),
+        "--plan belongs to --dry-run, and has method and settings; add --set train.rounds=1 at most",
+    )
+    study = find_study()
     take_gpus(gpus, ranks=False)
     if plan is not None:
-        _try_plan(study, plan, site, settings, keep, as_json)
-    elif dry_run:
-        fold = [] if folds is None else ["train.fold=1"]  # one of the runs
-        _print_cost(study, method, pipeline, [*settings, *fold], backend, as_json)
-    elif baseline_work is not None:
-        work, render_lines = baseline_work
-        options = {"pipeline_name": pipeline, "overrides": settings, "backend": backend}
-        run_work("train", partial(work, study, **options), as_json, render_lines)
+        _try_plan(study, plan, site, overrides or [], keep, as_json)
+        return
+    overrides = [*(overrides or []), *([] if folds is None else [f"train.folds={folds}"])]
+    options: dict[str, Any] = {"pipeline_name": pipeline, "overrides": overrides, "backend": backend}
+    if dry_run:
+        _show_cost(study, as_json, method=method, is_fold=folds is not None, **options)
+    elif load_baselines is not None:
+        run_baselines, render_baseline_lines = load_baselines()
+        run_work("train", partial(run_baselines, study, **options), as_json, render_baseline_lines)
     elif resume is not None:
-        _resume(study, resume, without or [], backend, as_json)
+        _resume(study, resume, without or (), backend, as_json)
     else:
-        series = {"seeds": seeds, "leave_site_out": leave_site_out} if is_series else {}
-        options = {"method": method, "pipeline_name": pipeline, "overrides": settings, "backend": backend}
-        _start(study, series, options, as_json)
+        series = {"seeds": seeds, "leave_site_out": leave_site_out} if is_series else None
+        _train(study, series, as_json, method=method, **options)
 
 
-def _find_baselines(method: str, *, is_alone: bool) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    """Return what trains a method's baselines, and what renders their table."""
-    row = METHODS.get(method)
-    if row is None or row.load_baselines is None or not is_alone:
-        raise UsageError(
-            f"--baselines belongs to --method {list_names(lambda row: row.load_baselines is not None)}, alone"
-        )
-    return row.load_baselines()
+def _require(condition: object, message: str) -> None:
+    """Raise UsageError with the message unless the condition holds."""
+    if not condition:
+        raise UsageError(message)
 
 
-def _start(study: Study, series: dict[str, Any], options: dict[str, Any], as_json: bool) -> None:
-    """Train a run, or a series where `series` has options or the pipeline has folds."""
-    from wsi_fl.stages.training import train as stage
+def _show_cost(study: Study, as_json: bool, *, is_fold: bool, overrides: list[str], **options: Any) -> None:
+    """Print what a run would cost; of a series of folds, one of its runs."""
+    from wsi_fl.stages.training import run_cost
 
-    keys = study.load_pipeline(study.pipeline_name(options["pipeline_name"]), options["overrides"]).train
-    is_series = bool(series) or (keys.folds is not None and keys.fold is None)  # a run per fold
-    work = partial(stage.train_series, study, **series) if is_series else partial(stage.train, study)
-    run_work("train", partial(work, **options), as_json, stage.train_lines)
+    cost = run_cost.dry_run(study, overrides=[*overrides, *["train.fold=1"] * is_fold], **options)
+    print_document(cost, as_json, run_cost.plan_lines)
 
 
-def _resume(study: Study, run: str, without: list[str], backend: str, as_json: bool) -> None:
+def _resume(study: Study, run: str, without: Sequence[str], backend: str, as_json: bool) -> None:
     """Continue a run, and the series that it belongs to."""
     from wsi_fl.stages.training import train as stage
 
-    def run_training(watcher: Watcher) -> Summary | SeriesSummary:
+    def resume_training(watcher: Watcher) -> Summary | SeriesSummary:
         summary = stage.resume_run(study, run, without=without, backend=backend, watcher=watcher)
         return stage.resume_series(study, run, backend=backend, watcher=watcher) or summary
 
-    run_work("train", run_training, as_json, stage.train_lines)
+    run_work("train", resume_training, as_json, stage.train_lines)
 
 
-def _print_cost(
-    study: Study, method: str, pipeline: str | None, overrides: list[str], backend: str, as_json: bool
-) -> None:
-    """Print what a run costs."""
-    from wsi_fl.stages.training.run_cost import dry_run, plan_lines
+def _train(study: Study, series: Mapping[str, Any] | None, as_json: bool, **options: Any) -> None:
+    """Train a run, or a series of runs: one for each fold where the pipeline has folds and names none."""
+    from wsi_fl.stages.training import train as stage
 
-    cost = dry_run(study, method=method, pipeline_name=pipeline, overrides=overrides, backend=backend)
-    print_document(cost, as_json, plan_lines)
+    keys = study.load_pipeline(study.pipeline_name(options["pipeline_name"]), options["overrides"]).train
+    is_series = series is not None or (keys.folds is not None and keys.fold is None)
+    start = partial(stage.train_series, **(series or {})) if is_series else stage.train
+    run_work("train", partial(start, study, **options), as_json, stage.train_lines)
 
 
 def _try_plan(
@@ -202,55 +200,6 @@ def plan_privacy(
     print_document(document, as_json, privacy_lines)
 
 
-def run_benchmark(
-    table: Annotated[
-        Path,
-        Argument(
-            metavar="TABLE",
-            help="Features with labels: .npz (x, y, patient), .csv, a store (.h5), or a folder of TRIDENT's.",
-        ),
-    ],
-    out: Annotated[Path, Option(metavar="FILE", help="Results, a line for each seed and hospital.")] = Path(
-        "bench.csv"
-    ),
-    methods: Annotated[str, Option("--method", help="Names, with commas between.")] = "oneshot,proxyfl,fedavg",
-    epsilon: Annotated[str, Option(help="Of each hospital, at δ = 1e-5.")] = "1",
-    hospitals: Annotated[
-        str, Option(metavar="4x150,…", help="How many hospitals, of how many patients each.")
-    ] = "4x150",
-    skew: Annotated[
-        str, Option(help="alike, missing-class (one site has none of it), or shares of one class such as 0.9 and 1.")
-    ] = "alike,0.9",
-    unit: Annotated[str, Option(help="What ε protects: row or patient.")] = "row",
-    seeds: Annotated[int, Option(min=1, max=1000, help="Number of random samples of hospitals.")] = 5,
-    along: Annotated[
-        Path | None, Option("--projection", metavar="FILE", help="Projection, or features of public slides.")
-    ] = None,
-    labels: Annotated[
-        Path | None, Option(metavar="FILE", help="CSV with slide, label and patient, for a folder.")
-    ] = None,
-    jobs: Annotated[int, Option(min=1, max=256, help="Processes.")] = 1,
-    as_json: Json = False,
-) -> None:
-    """Compare methods on hospitals sampled from one feature table, with local and pooled baselines."""
-    from wsi_fl.evidence.bench import parse_cells, parse_numbers, render_bench_lines, run_benchmark
-
-    work = partial(
-        run_benchmark,
-        table,
-        out=out,
-        methods=methods.split(","),
-        epsilons=parse_numbers(epsilon),
-        cells=parse_cells(hospitals, skew),
-        unit=unit,
-        seeds=seeds,
-        projection=along,
-        labels=labels,
-        jobs=jobs,
-    )
-    run_work("bench", work, as_json, render_bench_lines)
-
-
 def evaluate(run: Run, overrides: PredictionOverrides = None, as_json: Json = False) -> None:
     """Evaluate every site's prediction model on the merged multi-centric test set and on each site's part."""
     study = find_study()
@@ -286,76 +235,6 @@ def predict(
     document = run_work("predict", work, as_json, render_prediction_lines)
     if not document["slides"]:
         raise WsiFlError("no slide could be predicted; see above")
-
-
-def compare_runs(
-    runs: Annotated[
-        list[str],
-        Argument(
-            metavar="RUN...",
-            help="Folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*'); the first is the reference.",
-        ),
-    ],
-    baseline: Annotated[bool, Option(help="Train missing local baselines of every hospital, without DP.")] = True,
-    as_json: Json = False,
-) -> None:
-    """Compare methods: mean ± sd over sites and seeds, significance, communication."""
-    study = find_study()
-    from wsi_fl.evidence.compare import compare_methods, render_comparison_lines
-
-    work = partial(compare_methods, study, runs, baseline=baseline)
-    run_work("compare", work, as_json, render_comparison_lines)
-
-
-def report_clinical(
-    runs: Annotated[
-        list[str], Argument(metavar="RUN...", help="A run: its folder, name or number; or the folds of one (1-5).")
-    ],
-    prevalence: Annotated[
-        float | None, Option(help="Share of cases in your clinic for predictive values: 0.05.")
-    ] = None,
-    by: Annotated[
-        str | None,
-        Option(metavar="COLUMN", help="Group patients by part, tumor_type, or a column of the sites' own tables."),
-    ] = None,
-    least: Annotated[
-        int, Option("--min-patients", min=1, help="Fewest patients, cases and others of a shown group.")
-    ] = 10,
-    as_json: Json = False,
-) -> None:
-    """Report clinical performance of a run by patient: sensitivity, predictive values, calibration, benefit."""
-    study = find_study()
-    from wsi_fl.evidence.clinical_measures import describe_clinically, render_clinical_lines
-
-    print_document(
-        describe_clinically(study, runs, prevalence=prevalence, by=by, least=least), as_json, render_clinical_lines
-    )
-
-
-def plan_size(
-    prevalence: Annotated[float, Option(help="Share of cases among the patients: 0.1.")],
-    auroc: Annotated[float, Option(help="The AUROC that you expect.")] = 0.8,
-    width: Annotated[
-        float | None, Option(help="Width of the intervals of AUROC, sensitivity and specificity. Default: 0.1.")
-    ] = None,
-    sensitivity: Annotated[float | None, Option(help="That you expect.")] = None,
-    specificity: Annotated[float | None, Option(help="That you expect.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Compute the number of test patients for intervals of a given width (Riley et al., 2021)."""
-    from wsi_fl.evidence.clinical_measures import plan_size, render_size_lines
-
-    document = plan_size(prevalence, auroc, width=width, sensitivity=sensitivity, specificity=specificity)
-    print_document(document, as_json, render_size_lines)
-
-
-def audit_run(run: Run, as_json: Json = False) -> None:
-    """Attack the models of a run: membership inference, and with canaries a lower bound on ε."""
-    study = find_study()
-    from wsi_fl.evidence.audit_run import audit_run, render_audit_lines
-
-    work = partial(audit_run, study, run)
-    run_work("audit", work, as_json, render_audit_lines)
 
 
 def write_report(

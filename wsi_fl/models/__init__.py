@@ -45,12 +45,10 @@ class StartWeights:
             and the classifier, or low-rank adapters and the classifier.
         weights: a file, a folder with NAME.safetensors, or "hub"; None for the architecture only, whose weights are
             loaded afterwards.
-        cache: folder for the tensors of a pickle whose own folder is read-only.
     """
 
     train: Part = "all"
     weights: Path | Literal["hub"] | None = None
-    cache: Path | None = None
 
 
 def create_model(name: str, *, n_classes: int, shape: Shape, seed: int, start: StartWeights | None = None) -> nn.Module:

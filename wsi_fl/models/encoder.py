@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from wsi_fl.models.presets import HUB_FILES, PRESETS, Pooling, Preset, Transform, suggest_encoder
 from wsi_fl.models.weights import (
-    State,
     create_timm_model,
     download_weights,
     load_weights,
@@ -114,7 +113,6 @@ class Encoder:
         batch_size: None for 256 on a GPU, 32 elsewhere.
         half_precision: whether matrix products on a GPU have half the bits.
         compiled: whether PyTorch compiles the network for a GPU.
-        cache: folder for the tensors of a pickle whose own folder is read-only.
         tell: called with notices, one line each.
 
     Attributes:
@@ -140,14 +138,12 @@ class Encoder:
         device: torch.device | None = None,
         half_precision: bool = True,
         compiled: bool = False,
-        cache: Path | None = None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.name, self._tell, self.device = name, tell, device or torch.device("cpu")
         self.batch_size = batch_size or (32 if self.device.type == "cpu" else _GPU_BATCH)
         weights = None if weights is None else Path(weights)
-        read = partial(read_weights, cache=cache, tell=tell)
-        network = (_build_from_preset if name in PRESETS else _build_from_timm)(name, weights, input_px, read)
+        network = (_build_from_preset if name in PRESETS else _build_from_timm)(name, weights, input_px)
         network_parts = (*network.transform.parts, network.pooling)
         self.parts = PRESETS[name].parts if name in PRESETS else network_parts
         self.input_px = network.transform.px
@@ -254,18 +250,18 @@ def _wait_for_copy(copy_event: torch.cuda.Event, host_features: torch.Tensor, _:
     return host_features.numpy().copy()
 
 
-def _build_from_preset(name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]) -> Network:
+def _build_from_preset(name: str, weights: Path | None, input_px: int | None) -> Network:
     preset = PRESETS[name]
     _require_input_px(preset.transform.px or 0, input_px)
     if preset.build is not None:
         return Network(preset.build(weights), preset.transform, preset.pooling)
     path = weights or download_weights(name, preset.hub_id, HUB_FILES)
     model = build_preset_model(preset)
-    load_weights(model, read(path), str(path), assign=True)
+    load_weights(model, read_weights(path), str(path), assign=True)
     return Network(model, preset.transform, preset.pooling)
 
 
-def _build_from_timm(name: str, weights: Path | None, input_px: int | None, read: Callable[[Path], State]) -> Network:
+def _build_from_timm(name: str, weights: Path | None, input_px: int | None) -> Network:
     refuse_file_name(name)
     try:
         model = create_timm_model(name, "features", num_classes=0)
@@ -273,7 +269,7 @@ def _build_from_timm(name: str, weights: Path | None, input_px: int | None, read
         advice = suggest_encoder(name) or f"{error}; presets are {', '.join(PRESETS)}"
         raise UsageError(f"encoder = {name!r}: {advice}") from None
     path = weights or download_weights(name, getattr(model, "pretrained_cfg", {}).get("hf_hub_id"))
-    if load_weights(model, read(path), str(path)):
+    if load_weights(model, read_weights(path), str(path)):
         _remove_last_relu(model)
     data = _input_config(model)
     interpolation = data["interpolation"] if data["interpolation"] in {"bilinear", "bicubic"} else "bicubic"

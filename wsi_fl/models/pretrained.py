@@ -83,7 +83,7 @@ def build_pretrained_model(name: str, n_classes: int, shape: Images, start: Star
     if shape.channels != 3:
         raise UsageError(f"published weights are for images of 3 channels, and these have {shape.channels}")
     model = create_timm_model(name, "weights without classes", num_classes=0)
-    digest = "" if start.weights is None else _load_weights(model, name, start.weights, start.cache)
+    digest = "" if start.weights is None else _load_weights(model, name, start.weights)
     _fit_size(model, name, shape.size_px)
     model.reset_classifier(n_classes)
     trained = _PARTS[start.train](model)
@@ -97,13 +97,13 @@ def build_pretrained_model(name: str, n_classes: int, shape: Images, start: Star
     return _Pretrained(_replace_batch_norm(model, frozen=True), digest)
 
 
-def _load_weights(model: Any, name: str, weights: Path | Literal["hub"], cache: Path | None) -> str:
+def _load_weights(model: Any, name: str, weights: Path | Literal["hub"]) -> str:
     """Load weights into a model without classifier; return the digest of weights and normalisation."""
     if isinstance(weights, str):
         path = download_weights(name, model.pretrained_cfg.get("hf_hub_id"))
     else:
         path = weights / f"{name}.safetensors" if weights.is_dir() else weights
-    load_weights(model, read_weights(path, cache), str(path))
+    load_weights(model, read_weights(path), str(path))
     return weights_digest(_Pretrained(model, ""))
 
 

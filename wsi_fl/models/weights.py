@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import socket
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.system.tensors import load_document, save_tensors
-from wsi_fl.types import PLAIN_NAME_MESSAGE, DiskFull, UsageError, WsiFlError, is_plain_name, single_line
+from wsi_fl.types import PLAIN_NAME_MESSAGE, UsageError, WsiFlError, is_plain_name, single_line
 
 State = Mapping[str, torch.Tensor]
 
@@ -39,14 +37,10 @@ _WRAPPERS = ("module.", "model.", "backbone.", "encoder.", "state_dict.")
 _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(\d)\.")
 
 
-def read_weights(
-    path: Path, cache: Path | None = None, tell: Callable[[str], None] = lambda _: None
-) -> dict[str, torch.Tensor]:
-    """Read the tensors of a safetensors file, half precision cast to single; a pickle is converted first.
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a safetensors file or of a pickle, half precision cast to single.
 
-    Args:
-        cache: folder for the tensors of a pickle whose own folder is read-only.
-        tell: called with a line after a conversion.
+    Only tensors and plain containers are unpickled (`torch.load(weights_only=True)`).
 
     Raises:
         WsiFlError: for a missing or damaged file, or a pickle with more than tensors, which can run any program.
@@ -54,11 +48,12 @@ def read_weights(
     if not path.is_file():
         raise WsiFlError(f"{path}: no such file; weights are a safetensors, .bin, .pt or .pth file")
     if path.suffix.lower() in _PICKLES:
-        path = _convert_pickle(path, cache, tell)
-    try:
-        state = load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise WsiFlError(f"{path}: not a readable safetensors file ({single_line(error)})") from None
+        state = _read_pickle(path)
+    else:
+        try:
+            state = load_file(path)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise WsiFlError(f"{path}: not a readable safetensors file ({single_line(error)})") from None
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
 
@@ -208,67 +203,35 @@ _NESTED_KEYS = ("state_dict", "model", "teacher")  # keys of weights in files of
 _SHELL_SAFE = re.compile(r"[\w./ -]+")
 
 
-def _conversion_command(path: Path, *, tensors_alone: bool) -> str:
-    """Return the command to convert a pickle to a safetensors file, with the usual nesting of weights."""
+def _conversion_command(path: Path) -> str:
+    """Return the command to convert a trusted pickle to a safetensors file, with the usual nesting of weights."""
     source = str(path) if _SHELL_SAFE.fullmatch(str(path)) else "in.pth"  # else a shell might misread it
     nested = "d"
     for key in reversed(_NESTED_KEYS):
         nested = f"d.get('{key}', {nested})"
     return (
         'python -c "import torch, safetensors.torch; safetensors.torch.save_file({k: v.contiguous().clone() for k, v '
-        f"in (lambda d: {nested})(torch.load('{source}', 'cpu', weights_only={tensors_alone})).items() if "
+        f"in (lambda d: {nested})(torch.load('{source}', 'cpu', weights_only=False)).items() if "
         "torch.is_tensor(v)}, 'out.safetensors')\""
     )
 
 
-def _convert_pickle(path: Path, cache: Path | None, tell: Callable[[str], None]) -> Path:
-    """Convert a pickle once to a safetensors file beside it, or else in the cache, and return its path.
-
-    Only tensors and plain containers are unpickled (`torch.load(weights_only=True)`).
-    """
-    state = path.stat()
-    source_state = {"bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
-    sibling = path.with_name(f"{path.name}.safetensors")
-    places = [sibling] if os.access(path.parent, os.W_OK) or sibling.exists() else []
-    if cache is not None:
-        path_digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-        places.append(cache / f"{path.stem}-{path_digest}.safetensors")
-    for place in places:
-        with suppress(WsiFlError):
-            if place.exists() and load_document(place, "weights") == source_state:
-                return place
-    tensors = _read_pickle(path)
-    for place in places:
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            save_tensors(place, tensors, source_state)
-        except DiskFull:
-            raise
-        except OSError:
-            continue
-        tell(f"{path.name}: only tensors were read and kept as {place}")
-        return place
-    raise WsiFlError(
-        f"{path}: its folder cannot be written; convert it elsewhere: {_conversion_command(path, tensors_alone=True)}"
-    )
-
-
 def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a pickle by name, each in memory of its own."""
+    """Read the tensors of a pickle by name."""
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and PyTorch have many ways to refuse
         reason = single_line(error).split(". ")[0][:120]
         raise WsiFlError(
             f"{path}: damaged, or a pickle of more than tensors; it could run any program, so it is never opened "
-            f"({reason}); where you trust it, convert it once: {_conversion_command(path, tensors_alone=False)}"
+            f"({reason}); where you trust it, convert it once: {_conversion_command(path)}"
         ) from None
     for key in _NESTED_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     tensors = {}
     if isinstance(content, Mapping):
-        tensors = {str(name): tensor.clone() for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
+        tensors = {str(name): tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
     if not tensors:
         raise WsiFlError(f"{path}: holds no tensors by name; give the encoder's state_dict")
     return tensors

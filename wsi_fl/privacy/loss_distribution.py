@@ -48,7 +48,7 @@ _TRANSFORM_ROUND_OFF = 4e-16
 _EPSILON_PRECISION = 1e-6
 _TILTS = np.geomspace(0.02, 20, 25)
 
-Array = NDArray[np.float64]
+_Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class _NormalMixture:
     `lost` is the mass of omitted normals, and `reach` the distance from their middle at which normals are cut off.
     """
 
-    weight: Array
-    shift: Array
+    weight: _Array
+    shift: _Array
     lost: float
     reach: float
 
@@ -110,7 +110,7 @@ class _NormalMixture:
         """The ends of the computed part of the line."""
         return -self.reach, float(self.shift[-1] + self.reach)
 
-    def log_ratio(self, x: Array) -> Array:
+    def log_ratio(self, x: _Array) -> _Array:
         """Return log dP/dQ at x float64[n]."""
         from scipy.special import logsumexp
 
@@ -121,7 +121,7 @@ class _NormalMixture:
         ]
         return np.concatenate(parts)
 
-    def cell_masses(self, edges: Array) -> tuple[Array, Array]:
+    def cell_masses(self, edges: _Array) -> tuple[_Array, _Array]:
         """Return the masses float64[n - 1] of the cells between edges float64[n], under P and under Q."""
         p = np.zeros(len(edges) - 1)
         for weight, shift in zip(self.weight.tolist(), self.shift.tolist(), strict=True):
@@ -129,12 +129,12 @@ class _NormalMixture:
         return p, _normal_masses(edges)
 
 
-def _normal_masses(edges: Array) -> Array:
+def _normal_masses(edges: _Array) -> _Array:
     """Return the mass of N(0, 1) in each cell, with all its digits in both tails."""
     from scipy.special import ndtr
 
     low, high, is_right = ndtr(edges), ndtr(-edges), edges[:-1] > 0
-    mass: Array = np.where(is_right, high[:-1] - high[1:], low[1:] - low[:-1])
+    mass: _Array = np.where(is_right, high[:-1] - high[1:], low[1:] - low[:-1])
     return mass
 
 
@@ -143,7 +143,7 @@ class _LossGrid:
     """The loss of one step on the grid: `mass` float64[n] at (first + i) h, and `lost` where it is infinite."""
 
     first: int
-    mass: Array
+    mass: _Array
     lost: float
 
     def trim_ends(self, tail: float) -> _LossGrid:
@@ -175,8 +175,8 @@ def _step_losses(mixture: _NormalMixture, h: float, tail: float, max_terms: int)
     q_low = np.clip(q - (spread - error) * np.exp(-low * h), 0, q)
     first, last = int(low.min()), int(high.max())
 
-    def place_mass(positions: NDArray[np.int64], mass: Array) -> Array:
-        placed: Array = np.bincount(positions - first, weights=mass, minlength=last - first + 1).astype(np.float64)
+    def place_mass(positions: NDArray[np.int64], mass: _Array) -> _Array:
+        placed: _Array = np.bincount(positions - first, weights=mass, minlength=last - first + 1).astype(np.float64)
         return placed
 
     under_p = place_mass(high, p_high) + place_mass(low, p - p_high)
@@ -236,7 +236,7 @@ def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, max_e
     return max(epsilons)
 
 
-def _compose_losses(losses: Sequence[_LossGrid], steps: Array, h: float, delta: float, max_epsilon: float) -> float:
+def _compose_losses(losses: Sequence[_LossGrid], steps: _Array, h: float, delta: float, max_epsilon: float) -> float:
     """Return ε at `delta` of all steps of each loss."""
     lost = float(sum(n * step_loss.lost for n, step_loss in zip(steps, losses, strict=True)))
     # 1. the circle holds all but a mass of `_END_SHARE` δ at each end
@@ -249,15 +249,15 @@ def _compose_losses(losses: Sequence[_LossGrid], steps: Array, h: float, delta: 
     for n, step_loss in zip(steps, losses, strict=True):
         place = (step_loss.first + np.arange(len(step_loss.mass))) % size
         spectrum *= np.fft.rfft(np.bincount(place, weights=step_loss.mass, minlength=size)) ** n
-    mass: Array = np.roll(np.fft.irfft(spectrum, size), -(low % size)).astype(np.float64)
+    mass: _Array = np.roll(np.fft.irfft(spectrum, size), -(low % size)).astype(np.float64)
     # 3. round-off in all points together is at most this share of the norm
     error = _TRANSFORM_ROUND_OFF * float(steps.sum()) * log(size) * float(np.sqrt((mass**2).sum() * size))
     remaining_delta = delta * (1 - _END_SHARE) - lost - error
-    loss: Array = (low + np.arange(size, dtype=np.float64)) * h
+    loss: _Array = (low + np.arange(size, dtype=np.float64)) * h
     return _epsilon_from_masses(loss, np.maximum(mass, 0), remaining_delta, max_epsilon)
 
 
-def _circle_ends(losses: Sequence[_LossGrid], steps: Array, h: float, tail: float) -> tuple[int, int]:
+def _circle_ends(losses: Sequence[_LossGrid], steps: _Array, h: float, tail: float) -> tuple[int, int]:
     """Return the ends of the whole loss on the grid, with a mass of at most `tail` beyond, by Chernoff's bound."""
     bounds = []
     for sign in (-1, 1):
@@ -279,7 +279,7 @@ def _circle_ends(losses: Sequence[_LossGrid], steps: Array, h: float, tail: floa
     return -bounds[0], bounds[1]
 
 
-def _epsilon_from_masses(loss: Array, mass: Array, delta: float, max_epsilon: float) -> float:
+def _epsilon_from_masses(loss: _Array, mass: _Array, delta: float, max_epsilon: float) -> float:
     """Return the least ε with Σ mass (1 − e^(ε − loss))₊ of at most `delta`, from above."""
 
     def delta_at(value: float) -> float:

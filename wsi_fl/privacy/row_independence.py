@@ -37,7 +37,7 @@ from torch.nn.parameter import is_lazy
 
 from wsi_fl.types import UsageError
 
-ModelOrigin = Literal["built-in", "library", "custom"]
+_ModelOrigin = Literal["built-in", "library", "custom"]
 
 UNTRAINABLE = "model cannot be trained with differential privacy"
 
@@ -67,7 +67,7 @@ _HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "
 _GLOBAL_HOOKS = tuple(f"_global{hooks}" for hooks in _HOOK_ATTRIBUTES)
 
 
-def model_origin(model: nn.Module) -> ModelOrigin:
+def model_origin(model: nn.Module) -> _ModelOrigin:
     """Return the origin of a model's modules, on which the check of independence depends.
 
     Raises:

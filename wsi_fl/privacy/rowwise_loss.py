@@ -40,7 +40,7 @@ _RTOL, _ATOL = 1e-3, 1e-6
 _MAX_CLASS_WEIGHTS = 1024
 """Most numbers of a tensor of class weights."""
 
-PLAIN_LOSSES = (
+_PLAIN_LOSSES = (
     functional.cross_entropy,
     functional.mse_loss,
     functional.l1_loss,
@@ -238,7 +238,7 @@ class _CallRecorder(TorchFunctionMode):
             self._differs |= mixes or func not in _SELECTIONS
         elif _is_column(func, args):
             self._outputs[id(result)] = result
-        elif self._result is None and func in PLAIN_LOSSES and self._is_mean(func, args, kwargs):
+        elif self._result is None and func in _PLAIN_LOSSES and self._is_mean(func, args, kwargs):
             self._result = result
         else:
             self._differs = True

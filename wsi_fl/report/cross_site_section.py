@@ -18,7 +18,7 @@ from wsi_fl.data.cross_site_counts import (
     sum_confusions,
 )
 from wsi_fl.report import figures, formatting
-from wsi_fl.report.formatting import SCORES, Json, format_number, is_number
+from wsi_fl.report.formatting import SCORES, Json, is_number
 from wsi_fl.report.templates import fill_template
 
 _Metric = Literal["accuracy", "macro_accuracy", "auroc"]
@@ -50,7 +50,7 @@ def build_cross_site_section(cross_site: CrossSiteScores | None) -> dict[str, ob
         "n": sum(sizes.values()),
         "one": next(iter(models)) if len(models) == 1 else None,
         "tables": [table for metric in _METRICS if (table := _metric_table(hospitals, models, metric))],
-        "verdict": _best_model_sentence(models, cross_site.get("constant")),
+        "best": _find_best(models, cross_site.get("constant")),
     }
 
 
@@ -76,28 +76,19 @@ def _metric_table(hospitals: list[str], models: Mapping[str, ModelScores], metri
     return {"title": SCORES[metric], "rows": rows, "low": min(values), "high": max(values)}
 
 
-def _best_model_sentence(models: Mapping[str, ModelScores], constant: Constant | None) -> str:
-    """Return a sentence on the models with the highest accuracy on all test parts together."""
+def _find_best(models: Mapping[str, ModelScores], constant: Constant | None) -> dict[str, object]:
+    """Return the highest accuracy on all test parts together, its models, the number of models with one, and the
+    constant prediction where it is no worse."""
     accuracies = {
         name: accuracy for name, model in models.items() if is_number(accuracy := model["merged"]["accuracy"])
     }
     top = max(accuracies.values(), default=None)
-    if top is None:
-        return ""
-    if constant is not None and top <= constant["accuracy"]:
-        negation = "the model does not do" if len(accuracies) == 1 else "no model does"
-        score = f"which has an accuracy of {format_number(constant['accuracy'])}"
-        return f"There {negation} better than always predicting {constant['class']}, {score}."
-    if len(accuracies) == 1:
-        return ""
-    best_models = [name for name, value in accuracies.items() if value == top]
-    score = f"with an accuracy of {format_number(top)}"
-    if len(best_models) == 1:
-        return f"There the model of {best_models[0]} does best, {score}."
-    if len(best_models) == len(accuracies):
-        return f"There all models do equally well, {score}."
-    prefix = "both " if len(best_models) == 2 else "each "
-    return f"There the models of {', '.join(best_models[:-1])} and {best_models[-1]} do best, {prefix}{score}."
+    return {
+        "accuracy": top,
+        "models": [name for name, accuracy in accuracies.items() if accuracy == top],
+        "n_models": len(accuracies),
+        "constant": constant if constant and top is not None and top <= constant["accuracy"] else None,
+    }
 
 
 def render_coordinator(summary: Json, scores: CrossSiteCounts | None) -> str:
@@ -107,19 +98,8 @@ def render_coordinator(summary: Json, scores: CrossSiteCounts | None) -> str:
         summary: of the run, as `train --json` prints it.
         scores: the counts that the hospitals released (`scores.json`); None without any.
     """
-    sites = list(summary["sites"])
-    sites_with_epsilon = [row for row in sites if is_number(row.get("epsilon"))]
-    context = {
-        "summary": summary,
-        "sites": sites,
-        "slots": figures.assign_color_slots([row["site"] for row in sites]),
-        "rounds": max((row["rounds"] for row in sites), default=0),
-        "epsilon": formatting.format_span([row["epsilon"] for row in sites_with_epsilon])
-        if sites_with_epsilon
-        else None,
-        "without": [row["site"] for row in sites if row not in sites_with_epsilon],
-        "between": None,
-    }
+    slots = figures.assign_color_slots([row["site"] for row in summary["sites"]])
+    context: dict[str, object] = {"summary": summary, "slots": slots, "between": None}
     if scores:
         counts = scores["counts"]  # of each model over all hospitals, confusions [true][predicted]
         confusions = [(model, sum_confusions(list(counts[model].values()))) for model in scores["models"]]

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.data.metrics import mean_and_sd
 from wsi_fl.data.survival import compute_risk, kaplan_meier, logrank_test
-from wsi_fl.evidence import audit_section, clinical_section
 from wsi_fl.report import cross_site_section, figures, formatting, inline_pictures, run_sections
-from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Bar, Chart, open_figure, render_svg
-from wsi_fl.report.formatting import Finding, Json, format_number
+from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Chart, open_figure, render_svg
+from wsi_fl.report.formatting import Json, format_number
 from wsi_fl.report.run_sections import Page
+from wsi_fl.report.sections import SectionContext, build_sections
 from wsi_fl.report.templates import fill_template
 
 _Floats = NDArray[np.float64]
 _PATCHES_SHOWN = 6
 """Sample patches per site and label; half as many when there are many sites."""
-_RULES = {
-    "mean": "Mean of the probabilities",
-    "weighted_mean": "Mean, weighted by training rows",
-    "absolute": "Absolute majority of votes",
-    "relative": "Relative majority of votes",
-    "weighted": "Votes weighted by training rows",
-}
-_TEST_SETS = {
-    "internal": "each model on the local test part",
-    "external": "each model on the test parts of all other sites of the run",
-    "merged": "each model on the test parts of all sites",
-}
-_DECISIVE = ("aggregated A", "aggregated B")
 
 
-def render_run_page(page: Page) -> str:
+def render_run_page(page: Page, run_context: Any = None) -> str:
     """Return the page as one HTML document without external files.
+
+    Args:
+        run_context: the run's `RunContext`, for sections of other packages; None for none.
 
     Raises:
         WsiFlError: when an overview is no picture.
@@ -47,6 +38,7 @@ def render_run_page(page: Page) -> str:
     many, slots = len(names) > N_COLORS, figures.assign_color_slots(names)
     colors = {name: TOKENS[f"s{slot}"] for name, slot in slots.items()}
     runs = run_sections.list_runs(page)
+    added = [] if run_context is None else build_sections(SectionContext(run_context, page, colors, slots, many))
     context = {
         "page": page,
         "names": names,
@@ -57,27 +49,21 @@ def render_run_page(page: Page) -> str:
         "evaluated": evaluated,
         "headline": run_sections.build_headline(page, len(names)),
         "privacy": run_sections.summarize_privacy(page),
-        "clinical": clinical_section.build_clinical_section(page.clinical, colors),
-        "audit": audit_section.build_audit_section(page.audit, colors),
-        "aggregation": _summarize_aggregation(page, colors),
+        "added": added,
+        "answers": {number: answer for section in added for number, answer in section.checklist.items()},
+        "generated": _encode_pictures(page.generated, page.classes, _PATCHES_SHOWN),
         "rows": runs,
         "comparison": run_sections.plot_comparisons(page, runs, colors),
         "curves": run_sections.plot_round_curves(page, colors),
         "has_accuracy": any(line.get("own") or line.get("merged") for m in page.metrics.values() for line in m),
         "spent": run_sections.plot_epsilon(page, colors),
-        "answers": _prediction_charts(page),
+        "patient_charts": _prediction_charts(page),
         "reliability": run_sections.plot_reliabilities(evaluated, colors),
         "pooled": run_sections.sum_confusions(evaluated),
         "heats": run_sections.build_heatmaps(evaluated, page.scores[0]),
         "between": cross_site_section.build_cross_site_section(page.between),
         "data": _summarize_data(page),
         "slidewise": page.examples != "patches",
-        "tests": [
-            {"name": key.capitalize(), "what": description, **evaluation[key]}
-            for key, description in _TEST_SETS.items()
-        ]
-        if evaluation.get("external")
-        else [],
         "tumor_types": _summarize_tumor_types(evaluated),
         "traffic": run_sections.sum_traffic(page),
         "patches": _encode_pictures(page.patches, page.classes, _PATCHES_SHOWN // (2 if many else 1)),
@@ -149,9 +135,9 @@ def _encode_pictures(
 def _prediction_charts(page: Page) -> list[tuple[str, Chart, str]]:
     """Return (title, chart, caption) of each site's local test part, for numbers and survival."""
     if page.task == "number":
-        return [(site, _truth_chart(site, *values), "") for site, values in page.said.items()]
+        return [(site, _truth_chart(site, *values), "") for site, values in page.predictions.items()]
     ends = [float(name) for name in page.outputs] if page.task == "survival" else []
-    return [(site, *_risk_chart(site, truth, predictions, ends)) for site, (truth, predictions) in page.said.items()]
+    return [(site, *_risk_chart(site, *values, ends)) for site, values in page.predictions.items()]
 
 
 def _truth_chart(site: str, truth: _Floats, predictions: _Floats) -> Chart:
@@ -180,62 +166,3 @@ def _risk_chart(site: str, truth: _Floats, predictions: _Floats, ends: list[floa
         test_text = "Too few patients or events for a test." if p is None else f"Log-rank p = {format_number(p)}."
         alt = f"Kaplan–Meier curves of two halves of {len(truth)} test patients of {site}. {test_text}"
         return Chart(render_svg(figure, f"Survival by predicted risk, {site}"), alt), test_text
-
-
-def _summarize_aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, object] | None:
-    """Return the section on aggregated predictions and MPCPA; None with fewer than two sites on the same test set."""
-    evaluation = page.evaluation or {}
-    if not (aggregated := evaluation.get("aggregated")):
-        return None
-    mean = evaluation["merged"]["accuracy"]["mean"]
-    accuracy = aggregated["rules"][aggregated["rule"]]["accuracy"]
-    text = (
-        f"Aggregated predictions reach an accuracy of {format_number(accuracy)}, those of one site "
-        f"{format_number(mean)} on average. In a single run a difference of a few points means nothing."
-    )
-    section: dict[str, object] = {
-        "used": _RULES[aggregated["rule"]],
-        "rules": [(_RULES[name], scores) for name, scores in aggregated["rules"].items()],
-        "findings": []
-        if mean is None or accuracy is None
-        else [Finding("good" if accuracy > mean else "unclear", text)],
-        "generated": _encode_pictures(page.generated, page.classes, _PATCHES_SHOWN),
-    }
-    if table := page.mpcpa:
-        section |= {
-            "table": table,
-            "chart": _models_chart(table["rows"]),
-            "curve": _curve_chart(table["curve"], colors) if len(table["curve"]) > 2 else None,
-            "rule": _RULES[table["aggregate"]],
-            "failed": [row["site"] for row in table["memorization"] if not row["passed"]],
-        }
-    return section
-
-
-def _models_chart(rows: Sequence[Json]) -> Chart:
-    """Return a bar chart of the accuracy of every model of the comparison; aggregations are marked."""
-    labels = [", ".join(row[key] for key in ("row", "site") if key in row) for row in rows]
-    bars = [
-        Bar(label, row["accuracy"], None, dp=True, this=row["row"] in _DECISIVE)
-        for label, row in zip(labels, rows, strict=True)
-    ]
-    return figures.plot_bars(bars, "Local and generated images", "Accuracy on the merged test set")
-
-
-def _curve_chart(points: Sequence[Json], colors: Mapping[str, str]) -> Chart:
-    """Return a chart of accuracy over generated images per class and denoiser (the paper's Figure 5)."""
-    x = [point["per_class"] for point in points]
-    with open_figure(left_in=0.6) as (figure, axes):
-        for site in points[0]["sites"]:
-            values = [point["sites"][site] for point in points]
-            axes.plot(x, values, color=colors.get(site, MUTED), lw=1.1, alpha=0.8)
-        axes.plot(x, [point["mean"] for point in points], color=INK, ls=(0, (4, 3)))
-        axes.plot(x, [point["aggregated"] for point in points], color=ACCENT, marker="o", ms=4)
-        axes.set(xlabel="generated images of each class", ylabel="accuracy")
-        points_text = "; ".join(
-            f"{point['per_class']}: {format_number(point['aggregated'])}, sites {format_number(point['mean'])} "
-            "on average"
-            for point in points
-        )
-        alt = f"Accuracy of the aggregated predictions over generated images of each class: {points_text}."
-        return Chart(render_svg(figure, "Number of generated images"), alt)

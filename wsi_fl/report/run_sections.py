@@ -10,16 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.data.cross_site_counts import CrossSiteScores
-from wsi_fl.evidence import benefit_figure
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.report import figures, formatting
 from wsi_fl.report.figures import Chart, Points
 from wsi_fl.report.formatting import Finding, Json, format_number, is_number
+from wsi_fl.report.sections import find_benefit_measure
 
-_NUMBER_WORDS = (
-    *("No", "One", "Two", "Three", "Four", "Five", "Six"),
-    *("Seven", "Eight", "Nine", "Ten", "Eleven", "Twelve"),
-)
 _MAX_TABLE_SITES = 12
 """Largest number of sites of a heatmap with numbers."""
 
@@ -51,14 +47,8 @@ class Page:
     """Overview pictures by site: (slide, PNG bytes)."""
     groups: Mapping[str, Json] = field(default_factory=dict)
     """Group privacy of each site's largest patient: ``list_runs``, ``epsilon`` (None beyond 1000), ``delta``."""
-    clinical: Json | None = None
-    """The document of ``clinical --json``."""
-    audit: Json | None = None
-    """The document of ``audit --json``."""
     between: CrossSiteScores | None = None
     """Cross-site scores of the released models from counts, as in ``evaluate --json``."""
-    mpcpa: Json | None = None
-    """The document of ``train --method mpcpa --baselines``."""
     generated: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)
     """Images that were generated for this run, by the site whose denoiser they come from."""
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -71,7 +61,7 @@ class Page:
     """The kind of task: "classes", "number" or "survival"."""
     outputs: tuple[str, ...] = ()
     """Names of a model's outputs; of survival the ends of the intervals."""
-    said: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]] = field(default_factory=dict)
+    predictions: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]] = field(default_factory=dict)
     """(truth, predictions) of test examples by site, for numbers and survival."""
     examples: str = "patches"
     """Plural of an example: patches, slides or patients."""
@@ -90,30 +80,19 @@ def build_headline(page: Page, n_sites: int) -> dict[str, object]:
     private = has_proxy and all(s.get("model", "private") == "private" for s in evaluated)
     shared = (page.evaluation or {}).get("shared")
     return {
-        "setting": describe_setting(page.method, n_sites),
         "reached": has_score,
         "whose": "shared models" if shared else "private models" if private else "models",
         "references": references,
-        "verdicts": [_verdict_on_federation(merged, run, name, score) for name, run in local_references.items()],
+        "verdicts": [
+            finding
+            for name, run in local_references.items()
+            if (finding := _verdict_on_federation(merged, run, name, score))
+        ],
         "gain": _first_gain(merged, *next(iter(local_references.items())), score) if local_references else None,
         "majority": _majority_class(evaluated[0].get("confusion"), page.classes) if evaluated else None,
         "over_classes": formatting.describe_part_classes(evaluated),
         "rounds": max((n for s in page.summary.get("sites", ()) if is_number(n := s.get("rounds"))), default=None),
-        "events": list(_list_events(page)),
     }
-
-
-def describe_setting(method: str, n_sites: int) -> str:
-    """Return a sentence on the method and the number of sites."""
-    word = _NUMBER_WORDS[n_sites] if n_sites < len(_NUMBER_WORDS) else str(n_sites)
-    sites_text, method_title = f"{word} site{'' if n_sites == 1 else 's'}", formatting.method_name(method)
-    if formatting.is_pooled(method):
-        return f"The training data of {sites_text.lower()} were pooled: a reference, not a federation."
-    if formatting.is_local(method):
-        return f"{sites_text} trained {'a local model' if n_sites == 1 else 'local models'}; nothing was exchanged."
-    if n_sites == 1:
-        return f"{sites_text} trained with {method_title}; without a second site there is no federation."
-    return f"{sites_text} trained together with {method_title}; no slide left its site."
 
 
 def _select_references(baselines: Sequence[Mapping[str, Any]], score: str) -> dict[str, Mapping[str, Any]]:
@@ -145,17 +124,19 @@ def _majority_class(confusion: Sequence[Sequence[int]] | None, classes: Sequence
     return classes[top], sums[top] / total
 
 
-def _verdict_on_federation(merged: Json, run: Json, name: str, score: str) -> Finding:
-    """Return the benefit of federation over a baseline, by the rule of comparisons."""
+def _verdict_on_federation(merged: Json, run: Json, name: str, score: str) -> Finding | None:
+    """Return the benefit of federation over a baseline, by the rule of comparisons; None where nothing measures it."""
     difference = merged[score]["mean"] - run[score]["mean"]
     if run["dp"]:
         direction = "above" if difference >= 0 else "below"
         text = f"{formatting.SCORES[score]} is {format_number(abs(difference), 2)} {direction} that of {name}"
         return Finding("unclear", f"{text}, whose model is trained with noise.")
+    if (benefit := find_benefit_measure()) is None:
+        return None
     gain = run.get("gain") or {"gain": {"mean": difference, "low": None, "high": None}, "verdict": "inconclusive"}
     score_text = format_number((gain.get("federated") or merged[score])["mean"], 2)
     measure = gain.get("measure", formatting.score_in_sentence(score))
-    return benefit_figure.build_benefit_finding(gain, f"In this run federation reaches {score_text} in {measure}", name)
+    return benefit.describe_benefit(gain, f"In this run federation reaches {score_text} in {measure}", name)
 
 
 def _first_gain(merged: Json, baseline: str, run: Json, score: str) -> dict[str, object]:
@@ -166,23 +147,6 @@ def _first_gain(merged: Json, baseline: str, run: Json, score: str) -> dict[str,
         "in": run["gain"]["measure"] if gain else formatting.SCORES[score].lower(),
         "value": gain["mean"] if gain else merged[score]["mean"] - run[score]["mean"],
     }
-
-
-def _list_events(page: Page) -> Iterable[str]:
-    """Yield sentences on sites that dropped out, on one-shot statistics, and on rejected models."""
-    for loss in page.summary.get("losses", ()):
-        yield f"{loss['site']} dropped out in round {loss['round']}: {loss['reason']}."
-    yield from formatting.describe_absences(page.summary.get("sites", ()))
-    if statistics := page.summary.get("statistics"):
-        yield f"The head is made of {len(statistics)} class statistics: {formatting.format_statistics(statistics)}."
-    yield from formatting.describe_receivers(page.evaluation or {})
-    for row in page.summary.get("sites", ()):
-        lines = page.metrics.get(row["site"], ())
-        if row.get("max_epsilon") is not None and lines and lines[-1].get("takes_part") is False:
-            reason = f"the next would have exceeded its max_epsilon of {row['max_epsilon']:g}"
-            yield f"{row['site']} took part in {row['rounds']} rounds: {reason}."
-        if n := row.get("rejected"):
-            yield f"{row['site']} rejected {n} model{'' if n == 1 else 's'} of its peers (log.txt says why)."
 
 
 def summarize_privacy(page: Page) -> dict[str, Any]:
@@ -199,25 +163,9 @@ def summarize_privacy(page: Page) -> dict[str, Any]:
         "units": sorted({s["unit"] for s in sites_with_epsilon if s.get("unit")}),
         "guarantee": weakest,
         "without": [s["site"] for s in sites if not is_number(s.get("epsilon"))],
-        "groups": [_group_sentence(s["site"], group) for s in sites if (group := page.groups.get(s["site"]))],
+        "groups": [(s["site"], group) for s in sites if (group := page.groups.get(s["site"]))],
         "planted": [f"{s['canaries']} at {s['site']}" for s in sites if s.get("canaries")],
     }
-
-
-def _group_sentence(site: str, group: Mapping[str, Any]) -> str:
-    """Return a sentence on group privacy of the patient with the most rows.
-
-    >>> _group_sentence("C1", {"rows": 8, "epsilon": 12.05, "delta": 1e-5})
-    'C1: the 8 rows of its largest patient together have ε = 12.1 at δ = 10⁻⁵.'
-    >>> _group_sentence("C1", {"rows": 200, "epsilon": None, "delta": 1e-5})
-    'C1: the 200 rows of its largest patient together have no useful ε (it is beyond 1,000).'
-    """
-    subject = f"{site}: the {formatting.format_count(group['rows'])} rows of its largest patient together have"
-    if not is_number(group.get("epsilon")):
-        return f"{subject} no useful ε (it is beyond 1,000)."
-    return (
-        f"{subject} ε = {format_number(group['epsilon'], 1)} at δ = {formatting.format_scientific(group.get('delta'))}."
-    )
 
 
 def list_runs(page: Page) -> list[dict[str, Any]]:

@@ -46,14 +46,15 @@ def check_installation() -> dict[str, Any]:
 def _check_openslide() -> str:
     """Write a small slide and read it back."""
     import numpy as np
+    from tifffile import imwrite
 
-    from wsi_fl.demo.simulated_slides import write_pyramid
     from wsi_fl.slides.reading.probe import check_opens_safely
     from wsi_fl.slides.reading.reader import Slide
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "slide.tif"
-        write_pyramid(path, np.full((600, 600, 3), 200, np.uint8), 0.5)
+        gray = np.full((600, 600, 3), 200, np.uint8)
+        imwrite(path, gray, tile=(256, 256), photometric="rgb", resolution=(2e4, 2e4), resolutionunit="CENTIMETER")
         check_opens_safely(path)
         with Slide(path) as slide:
             pixels = slide.read((100, 100), 64, 0.5)

@@ -21,8 +21,6 @@ a tile; `uns/slide_properties` with `mpp` of the slide. All but `X` may be missi
 
 from __future__ import annotations
 
-import csv
-import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,16 +36,18 @@ from numpy.typing import NDArray
 
 from wsi_fl.stores.bag_store import UNKNOWN_PLACE, Bag, BagStore
 from wsi_fl.stores.fields import first_line, memory_message, refuse_too_large
-from wsi_fl.stores.hdf5 import create_hdf5, find_entry, has_entry, open_hdf5, read_dataset, read_group
+from wsi_fl.stores.foreign_writers import (
+    EXTRA_COLUMNS,
+    MAGNIFICATION_UM,
+    TRIDENT_PREFIX,
+    write_clam,
+    write_stamp,
+    write_trident,
+)
+from wsi_fl.stores.hdf5 import find_entry, has_entry, open_hdf5, read_dataset, read_group
 from wsi_fl.system.file_names import is_companion, slide_of
-from wsi_fl.system.files import atomic_path, refuse_unavailable, require_regular_file, write_text
+from wsi_fl.system.files import refuse_unavailable, require_regular_file
 from wsi_fl.types import UsageError, WsiFlError, single_line
-
-_MAGNIFICATION_UM = 10.0
-"""µm per pixel times magnification: 40× is 0.25 µm, as TRIDENT, CLAM and most scanners round it."""
-_PREFIX = "features_"
-_EXTRA_COLUMNS = ("cluster", "weight")
-"""Columns of our own exports, ignored by other tools."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _check_places(values: NDArray[Any], n: int, name: str) -> NDArray[Any]:
 
 
 def _read_extra_columns(file: h5py.File, n: int) -> dict[str, Any]:
-    columns = {name: read_dataset(file, name)[:] for name in _EXTRA_COLUMNS if has_entry(file, name)}
+    columns = {name: read_dataset(file, name)[:] for name in EXTRA_COLUMNS if has_entry(file, name)}
     if any(values.shape != (n,) for values in columns.values()):
         raise WsiFlError(f"{Path(file.filename).name}: not one group and weight for every patch")
     return columns
@@ -217,11 +217,11 @@ def _find_trident(folder: Path) -> dict[str, Path]:
     # in `features_<encoder>`, or in the one such folder below; else in the one of vectors of whole slides
     if files := _list_files(folder, ".h5"):
         return _index_by_slide(folder, files)
-    subfolders = [path for path in folder.rglob(f"*{_PREFIX}*") if path.is_dir() and _list_files(path, ".h5")]
-    folders = [path for path in subfolders if path.name.startswith(_PREFIX)] or subfolders
+    subfolders = [path for path in folder.rglob(f"*{TRIDENT_PREFIX}*") if path.is_dir() and _list_files(path, ".h5")]
+    folders = [path for path in subfolders if path.name.startswith(TRIDENT_PREFIX)] or subfolders
     if len(folders) != 1:
         listing = _several_folders_message(sorted(path.name for path in folders))
-        raise UsageError(f"{folder}: {listing if folders else f'no {_PREFIX}<encoder>/*.h5 in it'}")
+        raise UsageError(f"{folder}: {listing if folders else f'no {TRIDENT_PREFIX}<encoder>/*.h5 in it'}")
     return _index_by_slide(folders[0], _list_files(folders[0], ".h5"))
 
 
@@ -255,7 +255,7 @@ def _read_trident(path: Path) -> _ForeignSlide:
         is_slide_vector = dataset.ndim == 1  # one vector of the whole slide, beside the places of its patches
         coords = None if is_slide_vector and not _has_values(file, "coords") else read_dataset(file, "coords")
         places = None if is_slide_vector or coords is None else _check_places(coords[:], len(features), path.name)
-        _, prefix, encoder_name = path.parent.name.partition(_PREFIX)
+        _, prefix, encoder_name = path.parent.name.partition(TRIDENT_PREFIX)
         encoder = _read_text(dataset.attrs, "encoder") or (encoder_name if prefix else None)
         facts = _parse_facts({} if coords is None else coords.attrs, encoder)
         return _ForeignSlide(features, places, facts, **_read_extra_columns(file, len(features)))
@@ -265,7 +265,7 @@ def _parse_facts(attrs: Mapping[str, Any], encoder: str | None) -> FileFacts:
     """Return the facts in attributes of `coords`; `mpp` and `mpp_level0` are our own, and exact."""
     size, size_l0 = _read_number(attrs, "patch_size"), _read_number(attrs, "patch_size_level0")
     magnification, stated_mpp = _read_number(attrs, "target_magnification"), _read_number(attrs, "mpp")
-    mpp = stated_mpp or (_MAGNIFICATION_UM / magnification if magnification else None)
+    mpp = stated_mpp or (MAGNIFICATION_UM / magnification if magnification else None)
     mpp_l0 = _read_number(attrs, "mpp_level0")
     if mpp_l0 is None and mpp and size and size_l0:
         mpp_l0 = mpp * size / size_l0
@@ -394,121 +394,10 @@ def _read_stated(file: h5py.File, name: str, keys: Sequence[str]) -> dict[str, f
     return {key: float(value.item()) for key, value in stated.items() if value.size == 1}
 
 
-def _require_mpp(store: BagStore) -> list[float]:
-    if store.mpp_l0 is None:
-        raise WsiFlError(f"{store.path}: does not say how large its patches are on the slides; make it again")
-    values: list[float] = store.mpp_l0.tolist()
-    return values
-
-
-def _write_slides(store: BagStore, folder: Path, fill: Callable[[h5py.File, str, Bag, float], None]) -> list[Path]:
-    """Write `<slide>.h5` for every bag, atomically; return their paths."""
-    files = []
-    for k, mpp_l0 in enumerate(_require_mpp(store)):
-        slide, bag = str(store.table.slide[k]), store.read_bag(k)
-        files.append(folder / f"{slide}.h5")
-        room = bag.features.nbytes + bag.xy_l0.nbytes
-        with atomic_path(files[-1]) as temporary, create_hdf5(temporary, room) as file:
-            fill(file, slide, bag, mpp_l0)
-            for name in _EXTRA_COLUMNS:
-                if (values := getattr(bag, name)) is not None:
-                    file[name] = values
-    return files
-
-
-def _format_encoder_folder(store: BagStore) -> str:
-    return store.meta.encoder.split()[0].replace("/", "_")
-
-
-def _fill_trident(store: BagStore, file: h5py.File, slide: str, bag: Bag, mpp_l0: float) -> None:
-    """Write a bag into a file in the layout of TRIDENT and CLAM.
-
-    TRIDENT's magnifications are rounded; the added `mpp` and `mpp_level0` are exact.
-    """
-    spec = store.meta.spec
-    file["features"] = bag.features
-    file["features"].attrs.update({"name": slide, "encoder": store.meta.encoder})
-    file["coords"] = bag.xy_l0
-    file["coords"].attrs.update(
-        {
-            "name": slide,
-            "patch_size": spec.size_px,
-            "patch_size_level0": round(spec.size_px * spec.mpp / mpp_l0),
-            "patch_level": 0,
-            "overlap": spec.size_px - spec.stride_px,
-            "level0_magnification": max(1, round(_MAGNIFICATION_UM / mpp_l0)),
-            "target_magnification": max(1, round(_MAGNIFICATION_UM / spec.mpp)),
-            "mpp": spec.mpp,
-            "mpp_level0": mpp_l0,
-        }
-    )
-
-
-def _write_trident(store: BagStore, folder: Path) -> list[Path]:
-    folder = folder / f"{_PREFIX}{_format_encoder_folder(store)}"
-    return _write_slides(store, folder, lambda *values: _fill_trident(store, *values))
-
-
-def write_clam(store: BagStore, folder: Path, *, tensors: bool = False) -> list[Path]:
-    """Write `h5_files/<slide>.h5` for every bag, with TRIDENT's attributes; return their paths.
-
-    Args:
-        tensors: whether to write `pt_files/<slide>.pt` too, float32[m, d], for CLAM's training.
-    """
-
-    def fill_file(file: h5py.File, slide: str, bag: Bag, mpp_l0: float) -> None:
-        _fill_trident(store, file, slide, bag, mpp_l0)
-        if tensors:
-            import torch
-
-            with atomic_path(folder / "pt_files" / f"{slide}.pt") as temporary:
-                torch.save(torch.from_numpy(bag.features), temporary)
-
-    return _write_slides(store, folder / "h5_files", fill_file)
-
-
-def _write_stamp(store: BagStore, folder: Path) -> list[Path]:
-    """Write `<slide>.h5` for every bag in STAMP's layout; return their paths.
-
-    Features stay float32 (STAMP: float16); added attributes hold the slide's resolution and overlap.
-    """
-    spec, encoder = store.meta.spec, store.meta.encoder
-
-    def fill_file(file: h5py.File, slide: str, bag: Bag, mpp_l0: float) -> None:
-        del slide
-        file["coords"] = (bag.xy_l0 * mpp_l0).astype(np.float32)
-        file["feats"] = bag.features
-        file.attrs.update(
-            {
-                "extractor": encoder,
-                "unit": "um",
-                "tile_size_um": spec.size_px * spec.mpp,
-                "tile_size_px": spec.size_px,
-                "feat_type": "tile",
-                "overlap_px": spec.size_px - spec.stride_px,
-                "mpp": spec.mpp,
-                "mpp_level0": mpp_l0,
-            }
-        )
-
-    return _write_slides(store, folder / _format_encoder_folder(store), fill_file)
-
-
 _NO_H5AD = 'no .h5ad file in it; LazySlide writes one with wsi.fetch.features_anndata("uni").write_h5ad("SLIDE.h5ad")'
 LAYOUTS = {
     "clam": FeatureLayout(_find_clam, _read_clam, write_clam),
-    "trident": FeatureLayout(_find_trident, _read_trident, _write_trident),
-    "stamp": FeatureLayout(_find_stamp, _read_stamp, _write_stamp),
+    "trident": FeatureLayout(_find_trident, _read_trident, write_trident),
+    "stamp": FeatureLayout(_find_stamp, _read_stamp, write_stamp),
     "anndata": FeatureLayout(_find_anndata, _read_anndata),
 }
-
-
-def write_labels(store: BagStore, path: Path) -> None:
-    """Write the table of a store's slides: case_id, slide_id and label as in CLAM, and other columns."""
-    lines, columns = io.StringIO(newline=""), store.table
-    table = csv.writer(lines, lineterminator="\n")
-    table.writerow(("case_id", "slide_id", "label", "tumor_type", "split", "mpp"))
-    labels = np.array(store.meta.classes)[columns.label]
-    text_columns = (columns.patient, columns.slide, labels, columns.tumor_type, columns.split)
-    table.writerows(zip(*text_columns, map(repr, _require_mpp(store)), strict=True))
-    write_text(path, lines.getvalue())

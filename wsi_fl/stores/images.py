@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,10 +22,16 @@ from wsi_fl.types import UsageError, WsiFlError, single_line
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
 _HDF5 = {".h5", ".hdf5"}
-_GREY_MODES = {"L", "1", "I;16", "I;16B", "I;16L", "I", "F"}
 _MAX_SIDE_PX = 4096
 _ARRAY_NAMES = {"x", "y", "x_train", "y_train", "x_test", "y_test"}
-_UNREADABLE = (*DAMAGE, EOFError, BadZipFile, ZlibError)
+_IDX_NAMES = {
+    "x_train": "train-images-idx3-ubyte",
+    "y_train": "train-labels-idx1-ubyte",
+    "x_test": "t10k-images-idx3-ubyte",
+    "y_test": "t10k-labels-idx1-ubyte",
+}
+_UNREADABLE = (*DAMAGE, AssertionError, EOFError, BadZipFile, ZlibError)
+_Arrays = dict[str, NDArray[Any]]
 _MAX_CLASSES = 10_000
 """Larger labels are no classes."""
 
@@ -52,20 +57,20 @@ class ImageDataSet:
 
 
 def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
-    """Read an npz or HDF5 file (`x`, `y`, or `x_train`, `y_train`, `x_test`, `y_test`) or a folder of classes.
+    """Read an npz or HDF5 file (`x`, `y`, or `x_train`, `y_train`, `x_test`, `y_test`) or a folder.
 
-    A folder has one subfolder per class, or `train/` and `test/` with these; if no picture has any colour (radiographs
-    saved as RGB), images are grey. Pixels are uint8, or floats in [0, 1]. With `size_px` images are
-    scaled to squares of that size; without it they must be squares.
+    A folder holds the files of MNIST or a data set in its format (torchvision's `raw`), or one subfolder of images per
+    class, or `train/` and `test/` with these. Pixels are uint8, or floats in [0, 1]. With `size_px` images are scaled
+    to squares of that size; without it they must be squares.
 
     Raises:
         UsageError: when the data are missing, of another form, not squares of one size, or more than fits into memory.
     """
     if size_px is not None and not 1 <= size_px <= _MAX_SIDE_PX:
         raise UsageError(f"--size-px must be at least 1, and at most {_MAX_SIDE_PX}")
-    if path.is_dir():
-        return _read_folder(path, size_px)
-    if not path.is_file():
+    if path.is_dir() and not (path / _IDX_NAMES["x_train"]).is_file():
+        return _read_class_folders(path, size_px)
+    if not path.is_dir() and not path.is_file():  # or a pipe, which would be waited for
         raise UsageError(f"{path}: no such file or folder")
     arrays = _read_arrays(path)
     pairs = {"train": ("x_train", "y_train"), "test": ("x_test", "y_test")}
@@ -82,7 +87,7 @@ def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
     return ImageDataSet(sets["train"], sets.get("test"), tuple(str(k) for k in range(n_classes)))
 
 
-def _read_npz(path: Path) -> dict[str, Any]:
+def _read_npz(path: Path) -> _Arrays:
     with np.load(path, allow_pickle=False) as file:
         names = [name for name in file.files if name in _ARRAY_NAMES]
         stated = sum(_n_bytes(file.zip, name) for name in names)
@@ -101,20 +106,30 @@ def _n_bytes(archive: Any, name: str) -> int:
     return prod(shape) * dtype.itemsize
 
 
-def _read_hdf5(path: Path) -> dict[str, Any]:
+def _read_hdf5(path: Path) -> _Arrays:
     with open_hdf5(path) as file:
         nodes = {name: read_dataset(file, name) for name in file if name in _ARRAY_NAMES}
         refuse_too_large(path, sum(int(node.size) * node.dtype.itemsize for node in nodes.values()))
         return {name: node[()] for name, node in nodes.items()}
 
 
-def _read_arrays(path: Path) -> dict[str, Any]:
-    kind, read = ("HDF5", _read_hdf5) if path.suffix.lower() in _HDF5 else ("npz", _read_npz)
+def _read_idx(path: Path) -> _Arrays:
+    from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
+
+    return {name: read_sn3_pascalvincent_tensor(str(path / file)).numpy() for name, file in _IDX_NAMES.items()}
+
+
+def _read_arrays(path: Path) -> _Arrays:
+    kind, read = "npz file", _read_npz
+    if path.is_dir():
+        kind, read = "copy of MNIST's four files", _read_idx
+    elif path.suffix.lower() in _HDF5:
+        kind, read = "HDF5 file", _read_hdf5
     try:
         return read(path)
     except _UNREADABLE as error:
         refuse_unavailable(error, path)
-        raise UsageError(f"{path}: not a readable {kind} file ({single_line(error)})") from None
+        raise UsageError(f"{path}: not a readable {kind} ({single_line(error)})") from None
     except MemoryError as error:
         raise UsageError(f"{path}: {memory_message(error)}") from None
 
@@ -163,57 +178,30 @@ def _make_square(pixels: NDArray[np.uint8], size_px: int | None, where: str) -> 
         return pixels
     out = np.empty((len(pixels), size_px, size_px, channels), np.uint8)
     for k, image in enumerate(pixels):
-        out[k] = _resize_image(Image.fromarray(image[..., 0] if channels == 1 else image), size_px, channels)
+        picture = Image.fromarray(image[..., 0] if channels == 1 else image)
+        out[k] = np.asarray(picture.resize((size_px, size_px), Image.Resampling.BOX)).reshape(out[k].shape)
     return out
 
 
-def _resize_image(image: Image.Image, size_px: int, channels: int) -> NDArray[np.uint8]:
-    scaled = image.resize((size_px, size_px), Image.Resampling.BOX)
-    return np.asarray(scaled, np.uint8).reshape(size_px, size_px, channels)
-
-
-def _read_folder(folder: Path, size_px: int | None) -> ImageDataSet:
-    split = (folder / "train").is_dir()
-    root = folder / "train" if split else folder
-    classes = _list_classes(root)
-    if not classes:
-        raise UsageError(f"{root}: no folder of images in it; make one per class")
-    roots = [root]
-    if split and (folder / "test").is_dir():
-        roots.append(folder / "test")
-        unknown = sorted(set(_list_classes(roots[1])) - set(classes))
-        if unknown or not _list_classes(roots[1]):
-            problem = f"{unknown[0]} is no class of {root}" if unknown else "no folder of images in it"
-            raise UsageError(f"{roots[1]}: {problem}")
-    headers = []
-    for path in (path for root in roots for name in classes for path in _list_files(root / name)):
-        with _open_picture(path) as picture:
-            headers.append((picture.mode, picture.size))
-    mode = "L" if all(mode in _GREY_MODES for mode, _ in headers) else "RGB"
-    sizes = {size for _, size in headers}
-    if size_px is None and (len(sizes) > 1 or any(w != h for w, h in sizes)):
-        problem = f"images of {len(sizes)} sizes" if len(sizes) > 1 else "the images are no squares"
-        raise UsageError(f"{folder}: {problem}; make them squares of one size with --size-px")
-    side = size_px or headers[0][1][0]
-    parts = [_read_class_folders(root, classes, mode, side) for root in roots]
-    if all((part.x == part.x[..., :1]).all() for part in parts):  # no colour
-        parts = [ImageSet(part.x[..., :1].copy(), part.y) for part in parts]
+def _read_class_folders(folder: Path, size_px: int | None) -> ImageDataSet:
+    is_split = (folder / "train").is_dir()
+    roots = [folder / "train", folder / "test"] if is_split else [folder]
+    roots = [root for root in roots if root.is_dir()]
+    classes = _list_classes(roots[0])
+    if unknown := sorted(set(_list_classes(roots[-1])) - set(classes)):
+        raise UsageError(f"{roots[-1]}: {unknown[0]} is no class of {roots[0]}")
+    files = [[(path, k) for k, name in enumerate(classes) for path in _list_files(root / name)] for root in roots]
+    labels = [np.array([k for _, k in part], np.int64) for part in files]
+    x = _read_pictures(folder, [path for part in files for path, _ in part], size_px)
+    parts = [ImageSet(*part) for part in zip(np.split(x, [len(labels[0])]), labels, strict=False)]
     return ImageDataSet(parts[0], parts[1] if len(parts) > 1 else None, classes)
 
 
 def _list_classes(root: Path) -> tuple[str, ...]:
-    return tuple(path.name for path in drop_companions(root.iterdir()) if path.is_dir() and _list_files(path))
-
-
-def _read_class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> ImageSet:
-    """Return all images of a folder, resized one by one: at full size they may not fit into memory."""
-    files = [(path, k) for k, name in enumerate(classes) for path in _list_files(root / name)]
-    channels = len(mode)
-    refuse_too_large(root, len(files) * side**2 * channels)
-    x = np.empty((len(files), side, side, channels), np.uint8)
-    for k, (path, _) in enumerate(files):
-        x[k] = _resize_image(_read_picture(path, mode), side, channels)
-    return ImageSet(x, np.array([label for _, label in files], np.int64))
+    classes = tuple(path.name for path in drop_companions(root.iterdir()) if _list_files(path))
+    if not classes:
+        raise UsageError(f"{root}: no folder of images in it; make one per class")
+    return classes
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -223,20 +211,44 @@ def _list_files(folder: Path) -> list[Path]:
     return [path for path in paths if path.is_file()]  # a pipe would be waited for
 
 
-def _read_picture(path: Path, mode: str) -> Image.Image:
-    with _open_picture(path) as picture:
-        if picture.mode in ("I", "F"):
-            raise WsiFlError(f"{path}: has {picture.mode} pixels; save it with 8 or 16 bits a channel")
-        if picture.mode.startswith("I;16"):  # converting would cut off at 255
-            return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert(mode)
-        return picture.convert(mode)
+def _read_pictures(folder: Path, paths: Sequence[Path], size_px: int | None) -> NDArray[np.uint8]:
+    """Return pictures as uint8[n, side, side, c]: c is 1 where none has any colour, such as radiographs saved as RGB.
+
+    Each is resized when it is read: at full size they may not fit into memory.
+
+    Raises:
+        UsageError: when they are no squares of one size and `size_px` is None, or do not fit into memory.
+    """
+    x = np.empty((0, 0, 0, 1), np.uint8)
+    for k, path in enumerate(paths):
+        picture = _read_picture(path)
+        side = size_px or (len(x[0]) if k else picture.width)
+        if size_px is None and picture.size != (side, side):
+            raise UsageError(f"{folder}: images of several sizes, or no squares; make them squares with --size-px")
+        if not k:
+            refuse_too_large(folder, len(paths) * side**2)
+            x = np.empty((len(paths), side, side, 1), np.uint8)
+        image = np.asarray(picture.resize((side, side), Image.Resampling.BOX))
+        if x.shape[3] == 1 and (image != image[..., :1]).any():
+            refuse_too_large(folder, 3 * x.size)
+            x = np.repeat(x, 3, axis=3)
+        x[k] = image[..., : x.shape[3]]
+    return x
 
 
-@contextmanager
-def _open_picture(path: Path) -> Iterator[Image.Image]:
+def _read_picture(path: Path) -> Image.Image:
+    """Return a picture as RGB.
+
+    Raises:
+        WsiFlError: when it is damaged, or of more than 16 bits a channel.
+    """
     try:
         with Image.open(path) as picture:
-            yield picture
+            if picture.mode in ("I", "F"):
+                raise WsiFlError(f"{path}: has {picture.mode} pixels; save it with 8 or 16 bits a channel")
+            if picture.mode.startswith("I;16"):  # converting would cut off at 255
+                return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
+            return picture.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         refuse_unavailable(error, path)
         raise WsiFlError(f"{path}: not a readable image ({single_line(error)})") from None

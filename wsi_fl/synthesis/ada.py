@@ -18,6 +18,8 @@ from wsi_fl.synthesis.stylegan2 import downsample_maps, single_precision, upsamp
 _TRANSLATION = 0.125
 """Shift over the image's size: the most for whole pixels, the standard deviation for fractions."""
 _SCALE_SD = 0.2
+ADA_TARGET = 0.6
+"""Target of r_t, the sign of overfitting, as in the paper."""
 _BRIGHTNESS_SD, _CONTRAST_SD, _SATURATION_SD = 0.2, 0.5, 1.0
 
 
@@ -185,13 +187,11 @@ class Controller:
     """The controller of p by the discriminator's mean sign on real images, r_t, and its target (section 3.1).
 
     Attributes:
-        target: of r_t; 0.6 in the paper. None for constant p.
         images: number of images over which p goes from 0 to 1; 500 000 in the paper.
         sign_sum, seen: sum of signs and number of the logits since the last update of p.
     """
 
     p: float
-    target: float | None
     images: float
     sign_sum: float = 0.0
     seen: int = 0
@@ -204,8 +204,8 @@ class Controller:
     def update_probability(self) -> Controller:
         """Return the controller with p updated and counts of 0."""
         p = self.p
-        if self.target is not None and self.seen:
+        if self.seen:
             r_t = self.sign_sum / self.seen  # near 1 the discriminator knows its training images
-            direction = (r_t > self.target) - (r_t < self.target)
+            direction = (r_t > ADA_TARGET) - (r_t < ADA_TARGET)
             p = min(1.0, max(0.0, p + direction * self.seen / self.images))
-        return Controller(p, self.target, self.images)
+        return Controller(p, self.images)

@@ -36,6 +36,8 @@ _MAX_GROUPS = 16
 _HEAD_DIM = 8
 _CLIP_NORM = 1.0
 _MAX_BETA = 0.999
+EMA_DECAY = 0.999
+"""Decay of the moving average of the weights at each step."""
 _EMA_RAMP = 10
 """Decay of the moving average after t steps is at most (1 + t) / (10 + t)."""
 
@@ -50,8 +52,7 @@ class DdpmShape:
         widths: feature maps at each resolution of the U-Net, the finest first; attention at the coarsest.
         layers: residual blocks at each.
         chain: steps of the diffusion, T.
-        schedule: of its variances, "linear" (Ho et al., scaled where the chain is not of 1000 steps) or
-            "squaredcos_cap_v2" (Nichol and Dhariwal, 2021).
+        schedule: of its variances, as Ho et al.'s, scaled where the chain is not of 1000 steps.
     """
 
     resolution: int
@@ -175,14 +176,14 @@ def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(state.denoiser.parameters(), _CLIP_NORM)
     state.optimizer.step()
-    move_average(state.average, state.denoiser, _ema_decay(state.iteration, terms.ema))
+    move_average(state.average, state.denoiser, _ema_decay(state.iteration))
     state.iteration += 1
     return float(loss.detach())
 
 
-def _ema_decay(iteration: int, ema: float) -> float:
+def _ema_decay(iteration: int) -> float:
     """Return the decay of the moving average in the step after so many."""
-    return min(ema, (1 + iteration) / (_EMA_RAMP + iteration))
+    return min(EMA_DECAY, (1 + iteration) / (_EMA_RAMP + iteration))
 
 
 class _Ddim(DDIMScheduler):  # type: ignore[misc]

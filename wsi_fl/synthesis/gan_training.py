@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from wsi_fl.synthesis.ada import Controller, augment_images
+from wsi_fl.synthesis.ada import ADA_TARGET, Controller, augment_images
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, Lpips, clamp_images, compute_squared_distances, half_precision
 from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator
@@ -46,11 +46,7 @@ def describe_terms(gan: Gan) -> dict[str, object]:
     """Return the training settings of a GAN, and its constants, as JSON."""
     keys = {"batch_size", "lr", "r1_gamma", "path_weight", "mixing", "ema_images", "ada_images", "privacy_weight"}
     intervals = {"r1_every": _R1_EVERY, "path_every": _PATH_EVERY}
-    return gan.model_dump(include=keys) | intervals | {"ada_target": _ada_target(gan), "ada_p": _INITIAL_P}
-
-
-def _ada_target(gan: Gan) -> float | None:
-    return gan.ada_target if gan.ada_target < 1 else None
+    return gan.model_dump(include=keys) | intervals | {"ada_target": ADA_TARGET, "ada_p": _INITIAL_P}
 
 
 class GanState(TrainingState):
@@ -77,7 +73,7 @@ class GanState(TrainingState):
             "adam/generator": self.generator_optimizer,
             "adam/discriminator": self.discriminator_optimizer,
         }
-        self.ada = Controller(_INITIAL_P, _ada_target(terms), terms.ada_images)
+        self.ada = Controller(_INITIAL_P, terms.ada_images)
         self.path_mean = 0.0
         self.margin: float | None = None
 
@@ -230,17 +226,13 @@ def _path_penalty(images: Tensor, styles: Tensor, mean: float, generator: torch.
 
 
 @torch.no_grad()
-def draw_samples(generator: Generator, labels: NDArray[np.int64], *, seed: int, truncation: float = 1.0) -> Tensor:
-    """Draw uint8[n, c, h, h] on the CPU, one image per label int64[n], n > 0; the same for the same seed and device.
-
-    Args:
-        truncation: 1 draws from the whole distribution, less draws styles towards their mean.
-    """
+def draw_samples(generator: Generator, labels: NDArray[np.int64], *, seed: int) -> Tensor:
+    """Draw uint8[n, c, h, h] on the CPU, one image per label int64[n], n > 0; the same for the same seed and device."""
     device = _generator_device(generator)
     z = torch.randn(len(labels), generator.shape.z_dim, generator=torch.Generator().manual_seed(seed))
     noise = torch.Generator(device).manual_seed(seed)
     batches = zip(torch.split(z, _DRAW_BATCH), torch.split(torch.from_numpy(labels), _DRAW_BATCH), strict=True)
-    image_batches = (generator(*(x.to(device) for x in b), truncation=truncation, generator=noise) for b in batches)
+    image_batches = (generator(*(x.to(device) for x in b), generator=noise) for b in batches)
     return torch.cat([quantize_images(images).cpu() for images in image_batches])
 
 

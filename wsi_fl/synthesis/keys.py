@@ -51,8 +51,6 @@ class Gan(Section):
     """Probability that an image is drawn from two styles instead of one while training."""
     ema_images: float = Field(10_000, gt=0, le=1_000_000_000)
     """Half-life of the moving average of the generator's weights, in images."""
-    ada_target: float = Field(0.6, ge=0, le=1)
-    """Target of r_t, the sign of overfitting that adaptive augmentation follows; 1 switches augmentation off."""
     ada_images: float = Field(500_000, gt=0, le=1_000_000_000)
     """Number of images over which the probability of augmentation can go from 0 to 1."""
     privacy_weight: float = Field(1.0, ge=0, le=1_000_000)
@@ -63,8 +61,6 @@ class Gan(Section):
     privacy_images: int = Field(0, ge=0, le=10_000_000)
     """Number of real images in the privacy loss of each synthetic one; their embeddings are held in memory. With 0
     they are those of the batch, as in the paper."""
-    truncation: float = Field(1.0, gt=0, le=1)
-    """How far styles may lie from their mean in `check` and `sample`; less than 1 gives cleaner, less varied images."""
     checkpoint_every: int = Field(500, ge=1, le=1_000_000_000)
     """Number of training steps between two checkpoints."""
     check_images: int = Field(1000, ge=1, le=10_000_000)
@@ -86,20 +82,14 @@ class Ddpm(Section):
     """Width and height of a generated image, in pixels."""
     channels: list[Annotated[int, Field(ge=1, le=65_536)]] = Field([64, 128, 128], min_length=2, max_length=8)
     """Number of feature maps of the U-Net at each resolution, the finest first; the coarsest has attention."""
-    layers: int = Field(1, ge=1, le=100)
-    """Number of residual blocks at each resolution of the U-Net."""
     chain: int = Field(1000, ge=2, le=100_000)
     """Number of steps of the diffusion, from image to noise."""
-    schedule: Literal["linear", "squaredcos_cap_v2"] = "linear"
-    """How the noise grows along the diffusion: linearly, or by the squared cosine of Nichol and Dhariwal."""
     steps: int | None = Field(None, ge=1, le=1_000_000_000)
     """Number of training steps. By default a rule decides, with more epochs for more classes and for fewer images."""
     batch_size: int = Field(16, ge=1, le=100_000)
     """Number of images in a training step."""
     lr: float = Field(2e-4, gt=0, le=100)
     """Learning rate of the diffusion model."""
-    ema: float = Field(0.999, ge=0, lt=1)
-    """Decay of the moving average of the weights at each step."""
     class_dropout: float = Field(0.0, ge=0, lt=1)
     """Share of training images without their class. Guidance other than 1 needs some, for example 0.1."""
     guidance: float = Field(1.0, ge=0, le=1000)
@@ -109,8 +99,6 @@ class Ddpm(Section):
     """How images are drawn: the full chain (`ddpm`), DDIM or DPM-Solver++."""
     sampling_steps: int = Field(25, ge=1, le=100_000)
     """Number of steps in which an image is drawn. The paper uses the sampler `ddpm` with the whole chain."""
-    sampling_batch: int = Field(64, ge=1, le=100_000)
-    """Number of images that are drawn together."""
     samples_per_class: int = Field(3200, ge=1, le=10_000_000)
     """Number of images of each class in `check`, and in a site's draw from another site's model."""
     checkpoint_every: int = Field(500, ge=1, le=1_000_000_000)
@@ -127,7 +115,8 @@ class Mpcpa(Section):
     """How `evaluate` makes one prediction of all sites': the mean of their probabilities, that mean weighted by
     training rows, or an absolute, relative or weighted majority of votes. It holds for every method."""
     per_class: int | None = Field(None, ge=1, le=10_000_000)
-    """Number of generated training images of each class from each model. By default all drawn ones."""
+    """Number of generated training images of each class from each model, as `curve` varies it. By default all drawn
+    ones."""
     unchecked: bool = False
     """Whether a simulated site may release a diffusion model that failed its check, for studies of the check itself. A
     real site never may."""

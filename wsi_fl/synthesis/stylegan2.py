@@ -287,21 +287,12 @@ class Generator(nn.Module):
         self.mapping = _MappingNetwork(shape.z_dim, shape.n_classes, shape.w_dim, shape.mapping_layers)
         self.synthesis = _SynthesisNetwork(shape)
 
-    def map_styles(self, z: Tensor, labels: Tensor, truncation: float = 1.0) -> Tensor:
-        """Return w [b, n_styles, w_dim], drawn towards the mean w by 1 − truncation."""
-        w = self.mapping(z, labels)
-        if truncation != 1.0:
-            w = self.mapping.w_mean.lerp(w, truncation)
-        return self.repeat_styles(w)
-
     def repeat_styles(self, w: Tensor) -> Tensor:
         """Repeat w [b, w_dim] for all styles [b, n_styles, w_dim]."""
         return w[:, None, :].expand(-1, self.shape.n_styles, -1)
 
-    def forward(
-        self, z: Tensor, labels: Tensor, *, truncation: float = 1.0, generator: torch.Generator | None = None
-    ) -> Tensor:
-        out: Tensor = self.synthesis(self.map_styles(z, labels, truncation), generator)
+    def forward(self, z: Tensor, labels: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        out: Tensor = self.synthesis(self.repeat_styles(self.mapping(z, labels)), generator)
         return out
 
 

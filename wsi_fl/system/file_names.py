@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from unicodedata import normalize
 
-MISSING = frozenset(
+_MISSING = frozenset(
     {
         *("", "#n/a", "#n/a n/a", "#na", "-nan", "<na>", "n/a", "na", "nan", "nat", "none", "null"),
         *("1.#ind", "-1.#ind", "1.#qnan", "-1.#qnan", "-", "--", "'--", "–", "—", "?"),
@@ -48,7 +48,7 @@ def is_missing(text: str) -> bool:
         >>> is_missing(" NaN"), is_missing("N/A"), is_missing("0")
         (True, True, False)
     """
-    return text.strip().lower() in MISSING
+    return text.strip().lower() in _MISSING
 
 
 def file_name_of(text: str) -> str:

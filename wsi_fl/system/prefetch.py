@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from itertools import count, islice, takewhile
-from queue import SimpleQueue
-from threading import Event, Thread, current_thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -18,70 +18,24 @@ def map_in_order(
 ) -> Generator[_R, None, None]:
     """Call a task for each item in threads and yield the results in the order of the items.
 
-    Items are drawn by the consumer's thread, each when its call may begin. Queues are used instead of futures, whose
-    overhead holds the interpreter's lock and delays decoding threads. An error of a call, or of drawing an item, is
-    raised here.
+    Items are drawn by the consumer's thread, each when its call may begin. An error of a call, or of drawing an item,
+    is raised here.
 
     Args:
         items: any number of them, even infinite.
         threads: number of threads, which end when the iterator is closed or exhausted.
         ahead: calls that may begin before the consumer is done with the last result.
     """
-    to_do: SimpleQueue[tuple[int, _T] | None] = SimpleQueue()
-    done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
-    stopped = Event()
-    numbered = enumerate(items)
-    workers: list[Thread] = []
-    results: dict[int, _R] = {}
-
-    def run_job(job: tuple[int, _T] | None) -> bool:
-        if job is None or stopped.is_set():
-            return False
-        try:
-            done.put((job[0], task(job[1]), None))
-        except BaseException as error:  # handed to the consumer, who raises it
-            done.put((job[0], None, error))
-        return True
-
-    def run_jobs() -> None:
-        while run_job(to_do.get()):  # no variable holds the last item
-            pass
-
-    def start_jobs(n: int) -> int:
-        n_begun = 0
-        for job in islice(numbered, n):
-            to_do.put(job)
-            n_begun += 1
-            if len(workers) < threads:
-                worker = Thread(target=run_jobs, daemon=True)
-                worker.start()
-                workers.append(worker)
-        return n_begun
-
+    remaining = iter(items)
+    pool = ThreadPoolExecutor(threads)
     try:
-        n_begun, k = start_jobs(ahead + 1), 0
-        while k < n_begun:
-            while k not in results:
-                number, result, error = done.get()
-                if error is not None:
-                    try:
-                        raise error
-                    finally:
-                        del error  # its traceback holds this frame
-                results[number] = result
-                del result
-            yield results.pop(k)
-            k += 1
-            n_begun += start_jobs(1)
+        calls = deque(pool.submit(task, item) for item in islice(remaining, ahead + 1))
+        while calls:
+            yield calls.popleft().result()
+            calls.extend(pool.submit(task, item) for item in islice(remaining, 1))
     finally:
-        stopped.set()
-        for _ in workers:
-            to_do.put(None)
-        for worker in workers:
-            if worker is not current_thread():  # which may be collecting garbage
-                worker.join()
-        while not done.empty():  # errors hold frames that hold the queue
-            done.get()
+        with suppress(RuntimeError):  # a thread of the pool that collects this garbage cannot join itself
+            pool.shutdown(cancel_futures=True)
 
 
 def prefetch_items(items: Iterable[_T], n: int) -> Generator[_T, None, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -33,12 +34,18 @@ def view(
         raise UsageError("view takes one run: give it as RUN or with --run")
     study = find_study()
     from wsi_fl.viewer.build_gallery import build_gallery
-    from wsi_fl.viewer.server import ViewServer, address_lines, describe_server, serve_gallery
+
+    try:
+        from wsi_fl.viewer.server import ViewServer, address_lines, describe_server
+    except ModuleNotFoundError:
+        raise UsageError("view needs a local server; install it with `pip install 'wsi-fl[view]'`") from None
 
     gallery = build_gallery(study, site=site, run=run or of_run, predictions=predictions, pipeline=pipeline)
     with ViewServer(gallery, port) as server:
         print_document(describe_server(server), as_json, address_lines)
-        serve_gallery(server, open_browser=open_browser)
+        if open_browser:
+            webbrowser.open(server.url)
+        server.serve()
 
 
 VIEW = ExtraCommand(view, "Results")

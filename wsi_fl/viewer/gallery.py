@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
-from threading import Lock
 from typing import Any, Literal
 
 from wsi_fl.slides.reading.probe import check_opens_safely
@@ -65,24 +63,14 @@ class Exhibit:
     """Its layers, in drawing order."""
 
 
-@dataclass
-class _OpenSlide:
-    """A slide while it is opened, or open; `opening` locks only this slide."""
-
-    opening: Lock = field(default_factory=Lock)
-    slide: Slide | None = None
-    readers: int = 0
-
-
 class Gallery:
     """The slides of a viewer; `patients_of` are the real sites of their patients. All methods are thread-safe."""
 
     def __init__(self, title: str, exhibits: Sequence[Exhibit], patients_of: Sequence[str] = ()) -> None:
         self.title, self.exhibits, self.patients_of = title, tuple(exhibits), tuple(patients_of)
-        self._open_slides: OrderedDict[int, _OpenSlide] = OrderedDict()
-        self._lock = Lock()
+        self._open_slides: RecentValues[Slide] = RecentValues(_OPEN_SLIDES)
+        self._layers: RecentValues[bytes] = RecentValues(_LAYERS_BYTES, len)
         self._tiles = TileReader()
-        self._layers: RecentValues[bytes] = RecentValues(_LAYERS_BYTES)
 
     def list_slides(self) -> bytes:
         """Return the list of slides as JSON."""
@@ -99,37 +87,29 @@ class Gallery:
 
     def describe_slide(self, number: int) -> bytes | None:
         """Return size, resolution and layers of a slide as JSON; None where there is no such slide."""
-        if (exhibit := self._find_exhibit(number)) is None:
+        if (slide := self.open_slide(number)) is None:
             return None
-        with self.borrow_slide(number) as slide:
-            pyramid = Pyramid(slide.size_l0)
-            mpp: float | None = None
-            with suppress(WsiFlError):
-                mpp = slide.mpp
-            return encode_json(
-                {
-                    "name": exhibit.name,
-                    "size": slide.size_l0,
-                    "mpp": mpp,
-                    "tile": TILE_PX,
-                    "first": pyramid.first_level,
-                    "last": pyramid.last_level,
-                    "layers": [{"name": overlay.name, "kind": overlay.kind} for overlay in exhibit.overlays],
-                }
-            )
+        exhibit, pyramid = self.exhibits[number], Pyramid(slide.size_l0)
+        mpp: float | None = None
+        with suppress(WsiFlError):
+            mpp = slide.mpp
+        document = {
+            "name": exhibit.name,
+            "size": slide.size_l0,
+            "mpp": mpp,
+            "tile": TILE_PX,
+            "first": pyramid.first_level,
+            "last": pyramid.last_level,
+            "layers": [{"name": overlay.name, "kind": overlay.kind} for overlay in exhibit.overlays],
+        }
+        return encode_json(document)
 
     def render_layer(self, number: int, layer_index: int) -> bytes | None:
         """Return a layer of a slide as JSON, drawn once; None where there is no such slide or layer."""
-        exhibit = self._find_exhibit(number)
-        if exhibit is None or not 0 <= layer_index < len(exhibit.overlays):
+        if (slide := self.open_slide(number)) is None or layer_index >= len(self.exhibits[number].overlays):
             return None
-        draw = exhibit.overlays[layer_index].draw
-
-        def render_json() -> bytes:
-            with self.borrow_slide(number) as slide:
-                return encode_json(draw(slide))
-
-        return self._layers.get_or_make((number, layer_index), render_json)
+        overlay = self.exhibits[number].overlays[layer_index]
+        return self._layers.get_or_make((number, layer_index), lambda: encode_json(overlay.draw(slide)))
 
     def render_tile(self, number: int, level: int, column: int, row: int, awaited: Callable[[], bool]) -> bytes | None:
         """Return a tile as JPEG; None where there is no such slide or tile.
@@ -138,10 +118,9 @@ class Gallery:
             NotAwaited: when the client has hung up.
             WsiFlError: when the slide cannot be decoded there.
         """
-        if self._find_exhibit(number) is None:
+        if (slide := self.open_slide(number)) is None:
             return None
-        with self.borrow_slide(number) as slide:
-            pixels = self._tiles.read(slide, level, column, row, awaited)
+        pixels = self._tiles.read(slide, level, column, row, awaited)
         return None if pixels is None else jpeg.encode(pixels, _JPEG_QUALITY)
 
     def open_first(self) -> None:
@@ -151,41 +130,21 @@ class Gallery:
         ]
         if scores:
             _, number = max((-inf if score is None else score, k) for score, k in scores)
-            with suppress(Exception), self.borrow_slide(-number):
-                pass
+            with suppress(Exception):
+                self.open_slide(-number)
 
-    def _find_exhibit(self, number: int) -> Exhibit | None:
-        exhibit = self.exhibits[number] if 0 <= number < len(self.exhibits) else None
-        return None if exhibit is None or exhibit.path is None else exhibit
+    def open_slide(self, number: int) -> Slide | None:
+        """Return an open slide of the list; None where there is no such slide.
 
-    @contextmanager
-    def borrow_slide(self, number: int) -> Iterator[Slide]:
-        """Lend an open slide of the list, and close the least recently used idle ones."""
-        with self._lock:
-            open_slide = self._open_slides.setdefault(number, _OpenSlide())
-            self._open_slides.move_to_end(number)
-            open_slide.readers += 1
-        try:
-            with open_slide.opening:
-                if open_slide.slide is None:
-                    exhibit = self.exhibits[number]
-                    assert exhibit.path is not None
-                    # OpenSlide opens fast and caches few tiles; native tiles pay off where all patches are read.
-                    check_opens_safely(exhibit.path, exhibit.mpp_override, "openslide")
-                    open_slide.slide = Slide(exhibit.path, exhibit.mpp_override, "openslide")
-            yield open_slide.slide
-        finally:
-            with self._lock:
-                open_slide.readers -= 1
-                self._close_idle(_OPEN_SLIDES)
+        The most recent ones stay open. Another one closes when it is collected, that is after its last reader.
+        """
+        exhibit = self.exhibits[number] if number < len(self.exhibits) else None
+        if exhibit is None or (path := exhibit.path) is None:
+            return None
 
-    def close(self) -> None:
-        """Close all idle slides."""
-        with self._lock:
-            self._close_idle(0)
+        def open_safely() -> Slide:
+            # OpenSlide opens fast and caches few tiles; native tiles pay off where all patches are read.
+            check_opens_safely(path, exhibit.mpp_override, "openslide")
+            return Slide(path, exhibit.mpp_override, "openslide")
 
-    def _close_idle(self, max_open: int) -> None:
-        idle = [number for number, open_slide in self._open_slides.items() if not open_slide.readers]
-        for number in idle[: max(0, len(self._open_slides) - max_open)]:
-            if (slide := self._open_slides.pop(number).slide) is not None:
-                slide.close()
+        return self._open_slides.get_or_make(number, open_safely)

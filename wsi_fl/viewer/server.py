@@ -1,9 +1,9 @@
-"""The viewer's server: read-only, on 127.0.0.1, behind a random token in the address.
+"""The viewer's server: read-only, on 127.0.0.1, behind a random token in the address. The only importer of Starlette.
 
 All users of the same machine can reach 127.0.0.1, and a page of another origin can make a browser send requests to it
 (DNS rebinding). So every request must have the token and this address as its Host, responses are not readable by
-another origin, and the page may load only from this server. Paths are matched with a few patterns; slides are numbers,
-and no path from a request reaches the file system.
+another origin, and the page may load only from this server. Slides are numbers, and no path from a request reaches the
+file system.
 """
 
 from __future__ import annotations
@@ -11,85 +11,47 @@ from __future__ import annotations
 import getpass
 import hmac
 import platform
-import re
 import secrets
-import signal
-import webbrowser
+import socket
+from asyncio import TimerHandle, Transport
 from collections.abc import Callable
 from contextlib import suppress
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
-from select import select
-from socket import MSG_PEEK, SHUT_RD, SHUT_RDWR, socket
-from socketserver import TCPServer
-from threading import Thread, Timer
-from typing import Any
+from threading import Thread
+from typing import TypedDict
+
+import h11
+from anyio import from_thread
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Mount, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn import Config, Server
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from wsi_fl.stages.runtime.console import Lines
 from wsi_fl.types import UsageError, WsiFlError, single_line
 from wsi_fl.viewer.gallery import Gallery, encode_json
 from wsi_fl.viewer.tiles import NotAwaited
 
-_FILES = {
-    "": ("index.html", "text/html; charset=utf-8"),
-    "icon.svg": ("icon.svg", "image/svg+xml"),
-    "viewer.css": ("viewer.css", "text/css; charset=utf-8"),
-    "viewer.js": ("viewer.js", "text/javascript; charset=utf-8"),
-    "panels.js": ("panels.js", "text/javascript; charset=utf-8"),
-    "drawing.js": ("drawing.js", "text/javascript; charset=utf-8"),
-    "openseadragon.js": ("openseadragon.min.js", "text/javascript; charset=utf-8"),
+_PAGE_FILES = {
+    "index.html": "text/html",
+    "icon.svg": "image/svg+xml",
+    "viewer.css": "text/css",
+    **dict.fromkeys(("viewer.js", "panels.js", "drawing.js", "openseadragon.min.js"), "text/javascript"),
 }
-_JSON = "application/json; charset=utf-8"
-_NUMBER = "(0|[1-9][0-9]{0,6})"
-
-_HttpResponse = tuple[HTTPStatus, str, bytes]
-"""Status, content type and content."""
-
-
-class _RefusedRequest(Exception):
-    """A refused request with its status and a reason of one line."""
-
-    def __init__(self, status: HTTPStatus, why: str = "") -> None:
-        super().__init__(why or status.phrase)
-        self.status = status
-
-
-def _find_content(gallery: Gallery, path: str, awaited: Callable[[], bool]) -> _HttpResponse:
-    """Return the response for a path after the token; refused without such a slide, layer or tile."""
-    if path in _FILES:
-        name, kind = _FILES[path]
-        return HTTPStatus.OK, kind, (files("wsi_fl.viewer") / "page" / name).read_bytes()
-    for pattern, kind, route in _ROUTES:
-        if (match := pattern.fullmatch(path)) is not None:
-            content = route(gallery, awaited, *map(int, match.groups()))
-            if content is not None:
-                return HTTPStatus.OK, kind, content
-    raise _RefusedRequest(HTTPStatus.NOT_FOUND)
-
-
-_ROUTES: tuple[tuple[re.Pattern[str], str, Callable[..., bytes | None]], ...] = (
-    (re.compile(r"slides\.json"), _JSON, lambda gallery, _: gallery.list_slides()),
-    (re.compile(rf"slides/{_NUMBER}\.json"), _JSON, lambda gallery, _, number: gallery.describe_slide(number)),
-    (
-        re.compile(rf"slides/{_NUMBER}/layers/{_NUMBER}\.json"),
-        _JSON,
-        lambda gallery, _, number, layer_index: gallery.render_layer(number, layer_index),
-    ),
-    (
-        re.compile(rf"slides/{_NUMBER}/tiles/{_NUMBER}/{_NUMBER}_{_NUMBER}\.jpg"),
-        "image/jpeg",
-        lambda gallery, awaited, *place: gallery.render_tile(*place, awaited),
-    ),
-)
-
-
 ADDRESS = "127.0.0.1"
 _DEFAULT_PORT = 8642
 _IDLE_S = 120
-"""Seconds after which a connection without a request ends."""
+"""Seconds after which a connection without another request ends."""
 _HEAD_S = 10
 """Timeout of a request's head in seconds."""
+_HEAD_BYTES = 16384
+_SHUTDOWN_S = 1
+"""Time for requests in progress at the end, in seconds."""
 _MAX_CONNECTIONS = 64
 """A browser opens six."""
 _TOKEN_BYTES = 32
@@ -104,175 +66,190 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",  # patients' pictures stay out of the browser's folder
 }
-_TEXT = "text/plain; charset=utf-8"
 
 
-class ViewServer(ThreadingHTTPServer):
-    """A server of a gallery on 127.0.0.1, at `url`, until closed; a context manager.
+def _build_app(gallery: Gallery, token: str) -> Router:
+    """Return the application; Starlette calls its functions in threads."""
 
-    A thread opens the first slide of the page in advance. The default port is 8642, or a free one if it is taken. Every
-    server has a new random token in its address.
+    def send_page(name: str, _: Request) -> Response:
+        return Response((files("wsi_fl.viewer") / "page" / name).read_bytes(), media_type=_PAGE_FILES[name])
+
+    def send_json(render: Callable[..., bytes | None], request: Request) -> Response:
+        return _respond(partial(render, **request.path_params), "application/json")
+
+    def send_tile(request: Request) -> Response:
+        def is_awaited() -> bool:
+            return not from_thread.run(request.is_disconnected)
+
+        return _respond(partial(gallery.render_tile, **request.path_params, awaited=is_awaited), "image/jpeg")
+
+    number = "/slides/{number:int}"
+    routes = [
+        Route("/", partial(send_page, "index.html")),
+        *(Route(f"/{name}", partial(send_page, name)) for name in _PAGE_FILES if name != "index.html"),
+        Route("/slides.json", partial(send_json, gallery.list_slides)),
+        Route(f"{number}.json", partial(send_json, gallery.describe_slide)),
+        Route(f"{number}/layers/{{layer_index:int}}.json", partial(send_json, gallery.render_layer)),
+        Route(f"{number}/tiles/{{level:int}}/{{column:int}}_{{row:int}}.jpg", send_tile),
+    ]
+    pages = Mount(f"/{token}", Router(routes, redirect_slashes=False))
+    return Router([pages], redirect_slashes=False)
+
+
+def _respond(render: Callable[[], bytes | None], media_type: str) -> Response:
+    """Return the response with rendered content; an error of a library must not affect other slides."""
+    try:
+        content = render()
+    except NotAwaited:
+        return Response()  # the client has hung up
+    except Exception as error:
+        message = "" if isinstance(error, WsiFlError) else f"{type(error).__name__}: "
+        return Response(encode_json({"error": message + single_line(error)}), 500, media_type="application/json")
+    return PlainTextResponse("Not Found", 404) if content is None else Response(content, media_type=media_type)
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """The application behind the checks that every request has to pass."""
+
+    app: ASGIApp
+    token: str
+    port: int
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        await (self._refuse(scope) or self.app)(scope, receive, send)
+
+    def _refuse(self, scope: Scope) -> Response | None:
+        headers, path = Headers(scope=scope), scope["raw_path"].decode("ascii")
+        hosts = [f"{name}:{self.port}" for name in (ADDRESS, "localhost")]
+        if headers.get("host") not in hosts:
+            message = f"open this page as {' or '.join(hosts)}; a tunnel needs that port on both sides"
+            return PlainTextResponse(message, 403)
+        leading, _, path = path.partition("/")
+        if leading or not hmac.compare_digest(path.partition("/")[0], self.token):
+            return PlainTextResponse("Forbidden", 403)
+        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+            return PlainTextResponse("Bad Request", 400, {"Connection": "close"})
+        if "%" in path or scope["query_string"]:  # no address here needs them
+            return PlainTextResponse("Not Found", 404)
+        return None
+
+
+class _Connection(H11Protocol):
+    """One of a limited number of connections, with a time limit for the head of each request."""
+
+    _deadline: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
+        """Begin a connection, or end it where there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > _MAX_CONNECTIONS:
+            transport.close()
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Read a part of a request."""
+        super().data_received(data)
+        self._watch_head()
+
+    def _watch_head(self) -> None:
+        is_incomplete = self.conn.their_state is h11.IDLE
+        if self._deadline is not None and not is_incomplete:
+            self._deadline.cancel()
+            self._deadline = None
+        elif self._deadline is None and is_incomplete:
+            self._deadline = self.loop.call_later(_HEAD_S, self.transport.close)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a malformed request with the same headers as all others."""
+        headers = [*self.server_state.default_headers, (b"Content-Type", b"text/plain"), (b"Connection", b"close")]
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=b"Bad Request"), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+def _listen(port: int | None) -> socket.socket:
+    """Return a socket at a port; by default at 8642, or a free one if it is taken.
+
+    Raises:
+        UsageError: when the given port is taken or not allowed.
+    """
+    try:
+        return socket.create_server((ADDRESS, _DEFAULT_PORT if port is None else port), backlog=_MAX_CONNECTIONS)
+    except OSError as error:
+        if port is None:
+            return socket.create_server((ADDRESS, 0), backlog=_MAX_CONNECTIONS)
+        message = f"port {port} cannot be used ({single_line(error)}); choose another with --port, or leave it out"
+        raise UsageError(message) from None
+
+
+class ViewServer:
+    """A server of a gallery on 127.0.0.1, at `url` with a new random token; a context manager.
+
+    A thread opens the first slide of the page in advance.
 
     Raises:
         UsageError: when the given port is taken or not allowed.
     """
 
-    timeout = 0.2  # seconds after which `handle_request` returns without one
-    daemon_threads = False  # Python may hang if it exits during a running thread
-    request_queue_size = _MAX_CONNECTIONS
-
     def __init__(self, gallery: Gallery, port: int | None = None) -> None:
-        self.gallery = gallery
-        self._connections: set[socket] = set()
-        self._first = Thread(target=gallery.open_first)
-        self.token = secrets.token_urlsafe(_TOKEN_BYTES)
-        try:
-            super().__init__((ADDRESS, _DEFAULT_PORT if port is None else port), _Handler)
-        except OSError as error:
-            if port is not None:
-                raise UsageError(
-                    f"port {port} cannot be used ({single_line(error)}); choose another with --port, or leave it out"
-                ) from None
-            super().__init__((ADDRESS, 0), _Handler)
-        self.port: int = self.server_address[1]
+        self.gallery, self.token = gallery, secrets.token_urlsafe(_TOKEN_BYTES)
+        self.socket = _listen(port)
+        self.port: int = self.socket.getsockname()[1]
         self.url = f"http://{ADDRESS}:{self.port}/{self.token}/"
-        self.hosts = {f"{name}:{self.port}" for name in (ADDRESS, "localhost")}
-        self._first.start()
+        config = Config(
+            _Guard(_build_app(gallery, self.token), self.token, self.port),
+            http=_Connection,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,  # addresses contain the token
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            headers=list(_HEADERS.items()),
+            h11_max_incomplete_event_size=_HEAD_BYTES,
+            timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+        self._server = Server(config)
+        self.first_opening = Thread(target=gallery.open_first)
+        self.first_opening.start()
 
-    def server_bind(self) -> None:
-        """Bind without a look-up of the machine's name."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = ADDRESS, self.server_address[1]
+    def __enter__(self) -> ViewServer:
+        return self
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors: a browser may hang up in the middle of a tile."""
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self.first_opening.join()
 
-    def get_request(self) -> tuple[socket, Any]:
-        """Accept and register a connection: browsers keep theirs open."""
-        connection, address = super().get_request()
-        self._connections.add(connection)
-        return connection, address
+    def serve(self) -> None:
+        """Answer requests until Ctrl-C or `stop`."""
+        with suppress(KeyboardInterrupt):
+            self._server.run([self.socket])
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return whether the number of connections allows another; else it is closed."""
-        return len(self._connections) <= _MAX_CONNECTIONS
-
-    def shutdown_request(self, request: Any) -> None:
-        """Forget a connection that has ended."""
-        self._connections.discard(request)
-        super().shutdown_request(request)
-
-    def server_close(self) -> None:
-        """Stop listening, close connections, wait for running threads, and close the slides."""
-        for connection in tuple(self._connections):
-            with suppress(OSError):  # it may have ended by itself
-                connection.shutdown(SHUT_RDWR)
-        super().server_close()
-        if self._first.is_alive():
-            self._first.join()
-        self.gallery.close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: ViewServer
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "wsi-fl", ""
-    timeout = _IDLE_S
-    wbufsize, disable_nagle_algorithm = -1, True  # head and content in one packet: else each tile waits 40 ms
-
-    def handle_one_request(self) -> None:
-        """Wait for a request, and hang up if its head is not complete in time."""
-        try:
-            self.rfile.peek(1)  # type: ignore[attr-defined]  # it is a BufferedReader
-        except OSError:
-            self.close_connection = True
-            return
-        self._deadline = Timer(_HEAD_S, _hang_up, (self.connection,))
-        self._deadline.start()
-        try:
-            super().handle_one_request()
-        finally:
-            self._deadline.cancel()
-
-    def parse_request(self) -> bool:
-        """Read the head of a request, and stop its timer."""
-        try:
-            return super().parse_request()
-        finally:
-            self._deadline.cancel()
-
-    def do_GET(self) -> None:
-        """Send the content of a path."""
-        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
-            self.close_connection = True  # a body is not read
-        try:
-            self._send_content(*self._handle_path())
-        except _RefusedRequest as refused:
-            self._send_content(refused.status, _TEXT, str(refused).encode())
-
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = do_GET
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Send errors of malformed requests with the same headers as all responses."""
-        self.close_connection, self.request_version = True, self.protocol_version
-        status = HTTPStatus(code)
-        self._send_content(status, _TEXT, status.phrase.encode())
-
-    def _send_content(self, status: HTTPStatus, kind: str, content: bytes) -> None:
-        self.send_response(status)
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        if status is HTTPStatus.METHOD_NOT_ALLOWED:
-            self.send_header("Allow", "GET, HEAD")
-            self.close_connection = True
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def _handle_path(self) -> _HttpResponse:
-        if self.command not in ("GET", "HEAD"):
-            raise _RefusedRequest(HTTPStatus.METHOD_NOT_ALLOWED)
-        if self.headers.get("Host", "") not in self.server.hosts:
-            hosts = f"{ADDRESS}:{self.server.port} or localhost:{self.server.port}"
-            message = f"open this page as {hosts}; a tunnel needs that port on both sides"
-            raise _RefusedRequest(HTTPStatus.FORBIDDEN, message)
-        leading, _, path = self.path.partition("/")
-        token, slash, path = path.partition("/")
-        if leading or not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            raise _RefusedRequest(HTTPStatus.FORBIDDEN)
-        if not slash:  # relative addresses of the page need it
-            raise _RefusedRequest(HTTPStatus.NOT_FOUND)
-        try:
-            return _find_content(self.server.gallery, path, self._is_awaited)
-        except (_RefusedRequest, NotAwaited):
-            raise
-        except Exception as error:  # an error of a library must not affect other slides
-            message = "" if isinstance(error, WsiFlError) else f"{type(error).__name__}: "
-            return (HTTPStatus.INTERNAL_SERVER_ERROR, _JSON, encode_json({"error": message + single_line(error)}))
-
-    def _is_awaited(self) -> bool:
-        """Return whether the client has not hung up, as a browser does on a change of slide."""
-        try:
-            readable = select([self.connection], [], [], 0)[0]
-            return not readable or bool(self.connection.recv(1, MSG_PEEK))
-        except OSError:
-            return False
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Write no log: addresses contain the token."""
+    def stop(self) -> None:
+        """End `serve`."""
+        self._server.should_exit = True
 
 
-def _hang_up(connection: socket) -> None:
-    with suppress(OSError):  # it may have ended by itself
-        connection.shutdown(SHUT_RD)
+class ServerDocument(TypedDict):
+    """The `--json` document of `view`."""
+
+    url: str
+    port: int
+    tunnel: str
+    """A command for another machine."""
+    title: str
+    slides: int
+    not_shown: list[dict[str, str]]
 
 
-def describe_server(server: ViewServer) -> dict[str, Any]:
-    """Return the `--json` document: the page's address, and the command of a tunnel."""
+def describe_server(server: ViewServer) -> ServerDocument:
+    """Return the page's address, the command of a tunnel, and what is shown."""
     port, slides = server.port, server.gallery.exhibits
     return {
         "url": server.url,
@@ -284,7 +261,7 @@ def describe_server(server: ViewServer) -> dict[str, Any]:
     }
 
 
-def address_lines(document: dict[str, Any]) -> Lines:
+def address_lines(document: ServerDocument) -> Lines:
     """Yield the page's address and the command of a tunnel."""
     n = document["slides"]
     yield f"{document['title']}: {n} slide{'' if n == 1 else 's'}"
@@ -292,19 +269,3 @@ def address_lines(document: dict[str, Any]) -> Lines:
         yield f"  not shown: {slide['slide']}: {slide['reason']}"
     yield f"\n  {document['url']}\n"
     yield f"From another machine, run there first:\n  {document['tunnel']}\n\nCtrl-C ends it."
-
-
-def serve_gallery(server: ViewServer, *, open_browser: bool) -> None:
-    """Serve until Ctrl-C.
-
-    The signal sets a flag: an exception during the start of a thread would make Python hang.
-    """
-    interrupts: list[int] = []
-    previous_handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-    try:
-        if open_browser:
-            webbrowser.open(server.url)
-        while not interrupts:
-            server.handle_request()
-    finally:
-        signal.signal(signal.SIGINT, previous_handler)

@@ -6,7 +6,7 @@ read at a time as there are CPU cores, and only for clients still connected.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import ceil
@@ -32,7 +32,7 @@ _Box = tuple[int, int, int, int]
 """Left, top, width, height in pixels of a level."""
 _Awaited = Callable[[], bool]
 """Whether the client still waits for a tile; called before each part is read."""
-_T = TypeVar("_T", bytes, NDArray[np.uint8])
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -110,35 +110,30 @@ def _average_area(slide: Slide, scale: float, box: _Box, awaited: _Awaited = lam
 
 
 class RecentValues(Generic[_T]):
-    """A cache of recently used values with a limit in bytes, except that the latest is always kept; thread-safe."""
+    """A cache of recently used values whose sizes add up to a limit, except that the latest is always kept.
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    Thread-safe: concurrent calls for the same key wait, others do not.
+    """
+
+    def __init__(self, max_size: int, measure: Callable[[_T], int] = lambda _: 1) -> None:
+        self._max_size, self._measure = max_size, measure
         self._values: OrderedDict[Hashable, _T] = OrderedDict()
-        self._locks: dict[Hashable, Lock] = {}
+        self._key_locks: defaultdict[Hashable, Lock] = defaultdict(Lock)
         self._lock = Lock()
 
     def get_or_make(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """Return the value of a key; concurrent calls for the same key wait, others do not.
-
-        Args:
-            make: computes a missing value. Its errors are raised, and the next call tries again.
-        """
+        """Return the value of a key, or make it; after an error the next call tries again."""
         with self._lock:
-            key_lock = self._locks.setdefault(key, Lock())
+            key_lock = self._key_locks[key]
         with key_lock:
             with self._lock:
-                if key in self._values:
-                    self._values.move_to_end(key)
-                    return self._values[key]
-            value = make()
+                stored = self._values.get(key)
+            value = make() if stored is None else stored
             with self._lock:
                 self._values[key] = value
-                values = self._values.values()
-                sizes = [len(stored) if isinstance(stored, bytes) else stored.nbytes for stored in values]
-                while len(self._values) > 1 and sum(sizes) > self._most_bytes:
+                self._values.move_to_end(key)
+                while len(self._values) > 1 and sum(map(self._measure, self._values.values())) > self._max_size:
                     self._values.popitem(last=False)
-                    sizes.pop(0)
         return value
 
 
@@ -147,7 +142,7 @@ class TileReader:
 
     def __init__(self) -> None:
         self._slots = Semaphore(n_cores())
-        self._coarse: RecentValues[NDArray[np.uint8]] = RecentValues(_COARSE_BYTES)
+        self._coarse: RecentValues[NDArray[np.uint8]] = RecentValues(_COARSE_BYTES, lambda pixels: pixels.nbytes)
 
     def read(
         self, slide: Slide, level: int, column: int, row: int, awaited: _Awaited = lambda: True

@@ -43,7 +43,7 @@ _Outline = tuple[str, NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
-class SimulatedSlide:
+class _SimulatedSlide:
     """The parameters of one simulated slide."""
 
     site: int
@@ -77,7 +77,7 @@ class SimulatedSlide:
 
 def plan_slides(
     n_sites: int, patients_per_site: int, size_px: int, seed: int, metastasis_shares: Sequence[float] = ()
-) -> list[SimulatedSlide]:
+) -> list[_SimulatedSlide]:
     """Return every slide of an archive, two per patient.
 
     Args:
@@ -97,7 +97,7 @@ def plan_slides(
     if size_px < _MIN_PX or size_px % COARSE_PX:
         raise UsageError(f"size_px is {size_px}: choose a multiple of {COARSE_PX}, at least {_MIN_PX}")
     return [
-        SimulatedSlide(
+        _SimulatedSlide(
             site,
             _PATIENTS_PER_CENTER * site + p,
             node,
@@ -111,7 +111,7 @@ def plan_slides(
     ]
 
 
-def simulate_slide(slide: SimulatedSlide) -> NDArray[np.uint8]:
+def simulate_slide(slide: _SimulatedSlide) -> NDArray[np.uint8]:
     """Return the level-0 pixels [size_px, size_px, 3] of a slide, before JPEG."""
     return draw_picture(slide.make_generator(1), slide.build_anatomy(), scanner_profile(slide.site))
 
@@ -147,7 +147,7 @@ def _format_asap_xml(rings: list[_Outline]) -> str:
     return f'<?xml version="1.0"?>\n{ET.tostring(root, "unicode")}\n'
 
 
-def _write_slide(out: Path, slide: SimulatedSlide) -> None:
+def _write_slide(out: Path, slide: _SimulatedSlide) -> None:
     """Write one slide; the outlines of a tumour first, so that no positive slide lacks them."""
     anatomy = slide.build_anatomy()
     outline_path = out / "annotations" / f"{slide.name}.xml"
@@ -159,7 +159,7 @@ def _write_slide(out: Path, slide: SimulatedSlide) -> None:
     write_pyramid(out / "training" / f"center_{slide.site}" / f"{slide.name}.tif", picture, MPP)
 
 
-def _format_stages_csv(slides: list[SimulatedSlide]) -> str:
+def _format_stages_csv(slides: list[_SimulatedSlide]) -> str:
     """Return Camelyon17's table: a row per patient, then one per slide."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")

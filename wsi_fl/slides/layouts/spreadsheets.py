@@ -22,11 +22,11 @@ _OPTIONAL = frozenset({"label", "split", "mpp", "annotation", "diagnosis", "tumo
 _PLURAL = {"annotations": "annotation"}
 
 
-def read_separator(text: str) -> str:
+def _read_separator(text: str) -> str:
     """Return the separator declared for Excel in the first line of a table; "" for none.
 
     Example:
-        >>> read_separator("sep=;"), read_separator("slide,patient")
+        >>> _read_separator("sep=;"), _read_separator("slide,patient")
         (';', '')
     """
     match = _SEPARATOR.fullmatch(text.rstrip("\r\n"))
@@ -51,7 +51,7 @@ def find_header(text: str, needed: Collection[str]) -> tuple[int, str, str]:
     header_line: tuple[int, str] | None = None
     number = -1
     for number, line in enumerate(lines):
-        if number == 0 and (separator := read_separator(line)):
+        if number == 0 and (separator := _read_separator(line)):
             continue
         if not line.strip():
             continue

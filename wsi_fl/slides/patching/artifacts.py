@@ -1,27 +1,26 @@
-"""Artifacts of patches: pen, black, folds, bubbles, blur. Classical measures, none learned.
+"""Artifacts of patches: pen, black, blur. Classical measures, none learned.
 
-Pen, black, folds and bubbles are areas of the thumbnail; blur is measured on the patch at 2 µm per pixel. The defaults
-were chosen on real tissue with ink, folds and blur (docs/how-to/prepare-data.md).
+Pen and black are areas of the thumbnail; blur is measured on the patch at 2 µm per pixel. The defaults were chosen on
+real tissue with ink and blur (docs/how-to/prepare-data.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Literal, Protocol, get_args
+from collections.abc import Mapping
+from functools import cache
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.mask_regions import close_mask, dilate_mask, drop_small_objects
+from wsi_fl.slides.patching.mask_regions import dilate_mask, drop_small_objects
 from wsi_fl.slides.patching.slide_survey import SlideSurvey
-from wsi_fl.slides.patching.tissue import ColorPlanes, find_ink, optical_density, split_colors, tissue_fraction
+from wsi_fl.slides.patching.tissue import ColorPlanes, find_ink, split_colors, tissue_fraction
 from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.types import GridSpec
 
-_Kind = Literal["pen", "black", "fold", "bubble", "blur"]
-KINDS: tuple[_Kind, ...] = get_args(_Kind)
+ArtifactKind = Literal["pen", "black", "blur"]
+KINDS: tuple[ArtifactKind, ...] = get_args(ArtifactKind)
 """In order of precedence: the first artifact above its limit is a patch's reason."""
 
 _BLUR_MPP = 2.0
@@ -36,89 +35,46 @@ _TISSUE_OF_GLASS = 0.93
 """Brightness over that of glass below which a part is tissue."""
 _SMOOTH_UM = 4.0
 _MIN_SPOT_UM2 = 2_000.0
-_FOLD_SMOOTH_UM = 16.0
-_FOLD_FACTOR = 1.6
-_RIM_CHROMA, _RIM_BRIGHTEST, _RIM_DARKEST = 22 / 255, 190 / 255, 25 / 255
-_RIM_CLOSE_UM, _RIM_SMOOTH_UM = 24.0, 2.0
-_MIN_ROUNDNESS = 0.7
-"""Least share of its circle covered by a bubble."""
-
-
-@dataclass(frozen=True)
-class QualityParams:
-    """The artifacts for which patches are excluded, and the largest share of a patch for each.
-
-    `segmenter` is the SHA-256 of the segmenter's file, "" without one.
-    """
-
-    kinds: tuple[_Kind, ...] = ()
-    max_pen: float = 0.05
-    max_black: float = 0.05
-    max_fold: float = 0.25
-    max_bubble: float = 0.25
-    max_blur: float = 0.4
-    segmenter: str = ""
-
-
-class ArtifactSegmenter(Protocol):
-    """A model that segments artifacts on patches of `mpp` µm per pixel, in place of the measures here. Its classes with
-    the name of a kind are artifacts."""
-
-    @property
-    def classes(self) -> tuple[str, ...]: ...
-
-    @property
-    def mpp(self) -> float: ...
-
-    def shares(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the share float32[b, n_classes] of each class in each of the patches uint8[b, h, w, 3]."""
-        ...
 
 
 def find_artifacts(
-    survey: SlideSurvey, rows: NDArray[np.int64], params: QualityParams, segmenter: ArtifactSegmenter | None
+    survey: SlideSurvey, rows: NDArray[np.int64], max_shares: Mapping[ArtifactKind, float]
 ) -> NDArray[np.str_]:
-    """Return the artifact for which each of these rows of the grid is excluded, "" for good ones."""
-    classes = segmenter.classes if segmenter is not None else ()
-    shares: dict[_Kind, NDArray[np.float32]] = {}
-    measure_patches = partial(_measure_patches, survey, rows)
+    """Return the artifact for which each of these rows of the grid is excluded, "" for good ones.
+
+    Args:
+        max_shares: the artifacts to find, each with the largest share of a patch that it may cover.
+    """
+    shares: dict[ArtifactKind, NDArray[np.float32]] = {}
     um_per_px = survey.downsample * survey.mpp
     planes = cache(lambda: split_colors(survey.thumbnail, _SMOOTH_UM / um_per_px))
-    for kind in [kind for kind in params.kinds if kind not in classes]:
+    for kind in max_shares:
         if kind == "blur":
-            glass = float(np.percentile(survey.thumbnail[..., 1], 99))
-            shares[kind] = measure_patches(_BLUR_MPP, partial(_blur_share, glass=glass))
+            shares[kind] = _measure_blur(survey, rows)
         else:
-            mask = _find_area(kind, survey, um_per_px, planes)
+            mask = _find_black(planes(), um_per_px) if kind == "black" else _find_pen(survey, planes(), um_per_px)
             shares[kind] = tissue_fraction(mask, survey.xy_l0, survey.side_l0, survey.downsample)[rows]
-    if segmenter is not None and (segmented_kinds := [kind for kind in params.kinds if kind in classes]):
-        class_shares = measure_patches(segmenter.mpp, segmenter.shares)
-        shares |= {kind: class_shares[:, classes.index(kind)] for kind in segmented_kinds}
     reason = np.full(len(rows), "", "<U6")
     for kind in reversed([kind for kind in KINDS if kind in shares]):
-        reason[shares[kind] > getattr(params, f"max_{kind}")] = kind
+        reason[shares[kind] > max_shares[kind]] = kind
     return reason
 
 
-def _measure_patches(
-    survey: SlideSurvey,
-    rows: NDArray[np.int64],
-    mpp: float,
-    measure: Callable[[NDArray[np.uint8]], NDArray[np.float32]],
-) -> NDArray[np.float32]:
-    """Return a measure of each patch, read at `mpp` or as fine as the slide is.
+def _measure_blur(survey: SlideSurvey, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the share of blur in each patch, read at 2 µm per pixel or as fine as the slide is.
 
     It is 0 for unreadable ones, which tiling reports.
     """
-    mpp = max(mpp, survey.mpp)
+    glass = float(np.percentile(survey.thumbnail[..., 1], 99))
+    mpp = max(_BLUR_MPP, survey.mpp)
     side_px = max(1, round(survey.side_l0 * survey.mpp / mpp))
     unreadable: dict[int, str] = {}
     spec = GridSpec(side_px, mpp, side_px)
     batches = read_patches(
         survey.record, survey.xy_l0[rows], spec, threads=1, reader=survey.reader, excluded=unreadable
     )
-    values = np.concatenate([measure(patches) for _, patches in batches])
-    out = np.zeros((len(rows), *values.shape[1:]), np.float32)
+    values = np.concatenate([_blur_share(patches, glass) for _, patches in batches])
+    out = np.zeros(len(rows), np.float32)
     out[np.setdiff1d(np.arange(len(rows)), list(unreadable))] = values
     return out
 
@@ -133,24 +89,23 @@ def describe_reasons(reasons: NDArray[np.str_]) -> str:
     return ", ".join(f"{n} {kind}" for kind in KINDS if (n := int((reasons == kind).sum())))
 
 
-def _find_area(
-    kind: _Kind, survey: SlideSurvey, um_per_px: float, planes: Callable[[], ColorPlanes]
-) -> NDArray[np.bool_]:
-    """Return where the thumbnail [h, w] shows pen, black, a fold or a bubble.
+def _find_black(planes: ColorPlanes, um_per_px: float) -> NDArray[np.bool_]:
+    """Return where the thumbnail [h, w] was not scanned."""
+    return _drop_spots(planes.black, um_per_px)
 
-    Folds exceed the usual density of tissue. Where tissue was not found by saturation, its stain may have the colour of
-    ink.
+
+def _find_pen(survey: SlideSurvey, planes: ColorPlanes, um_per_px: float) -> NDArray[np.bool_]:
+    """Return where the thumbnail [h, w] shows ink.
+
+    Where tissue was not found by saturation, its stain may have the colour of ink.
     """
-    least_px = max(4, _MIN_SPOT_UM2 / um_per_px**2)
-    if kind == "fold":
-        return drop_small_objects(_find_folds(survey.thumbnail, um_per_px, survey.segmentation.mask), least_px)
-    if kind == "bubble":
-        return drop_small_objects(_find_bubbles(survey.thumbnail, um_per_px), least_px)
-    if kind == "black":
-        return drop_small_objects(planes().black, least_px)
     is_ordinary = survey.segmentation.method == "saturation"
-    ink = planes().ink if is_ordinary else find_ink(survey.thumbnail, planes(), um_per_px)
-    return dilate_mask(drop_small_objects(ink, least_px), 1.0)  # pixels at the edge mix ink and tissue
+    ink = planes.ink if is_ordinary else find_ink(survey.thumbnail, planes, um_per_px)
+    return dilate_mask(_drop_spots(ink, um_per_px), 1.0)  # pixels at the edge mix ink and tissue
+
+
+def _drop_spots(mask: NDArray[np.bool_], um_per_px: float) -> NDArray[np.bool_]:
+    return drop_small_objects(mask, max(4, _MIN_SPOT_UM2 / um_per_px**2))
 
 
 def _blur_share(patches: NDArray[np.uint8], glass: float) -> NDArray[np.float32]:
@@ -204,33 +159,3 @@ def _block_means(gray: NDArray[np.float32], side: int) -> NDArray[np.float32]:
     if n > 1:
         out = out.reshape(len(out), rows // side, n, columns // side, n).sum((2, 4))
     return np.asarray(out / side**2, np.float32)
-
-
-def _find_folds(thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return where tissue absorbs much more than the slide's median, as where it lies double."""
-    from scipy.ndimage import gaussian_filter
-
-    density = gaussian_filter(optical_density(thumbnail), _FOLD_SMOOTH_UM / um_per_px)
-    usual = density[tissue]
-    if not len(usual):
-        return np.zeros(tissue.shape, bool)
-    return np.asarray(tissue & (density > _FOLD_FACTOR * np.median(usual)), bool)
-
-
-def _find_bubbles(thumbnail: NDArray[np.uint8], um_per_px: float) -> NDArray[np.bool_]:
-    """Return the areas within closed circular grey rims: neither stain nor ink is grey."""
-    from scipy.ndimage import binary_fill_holes
-    from skimage.measure import label, regionprops
-
-    colors = split_colors(thumbnail, _RIM_SMOOTH_UM / um_per_px)
-    rim = (colors.chroma < _RIM_CHROMA) & (colors.high < _RIM_BRIGHTEST) & (colors.high > _RIM_DARKEST)
-    reach = max(1.0, _RIM_CLOSE_UM / um_per_px)
-    filled = np.asarray(binary_fill_holes(close_mask(rim, reach)), bool)
-    bubbles = np.zeros(rim.shape, bool)
-    for region in regionprops(label(filled, connectivity=1)):
-        height, width = region.bbox[2] - region.bbox[0], region.bbox[3] - region.bbox[1]
-        circle = np.pi / 4 * max(height, width) ** 2
-        is_hollow = rim[region.slice][region.image].mean() < 0.5
-        if is_hollow and region.area > _MIN_ROUNDNESS * circle:
-            bubbles[region.slice] |= region.image
-    return bubbles

@@ -42,7 +42,7 @@ class MosaicParams:
 
 
 @dataclass(frozen=True)
-class MosaicSelection:
+class _MosaicSelection:
     """The m patches selected from n candidates."""
 
     rows: NDArray[np.int64]
@@ -60,7 +60,7 @@ class MosaicPlan:
     survey: SlideSurvey
     xy_l0: NDArray[np.int64]
     """[n, 2] corners (x, y) of the candidates, row by row."""
-    mosaic: MosaicSelection
+    mosaic: _MosaicSelection
     note: str
     """A note for users, or ""."""
 
@@ -119,7 +119,7 @@ def _mean_colors(survey: SlideSurvey, xy_l0: NDArray[np.int64]) -> NDArray[np.fl
 
 def choose_mosaic(
     colors: NDArray[np.float64], xy: NDArray[np.int64], clusters: int, fraction: float, seed: int
-) -> MosaicSelection:
+) -> _MosaicSelection:
     """Return the mosaic of n ≥ 1 candidates with mean colours [n, 3] and positions [n, 2], independent of threads."""
     with _THREAD_LIMIT_LOCK, threadpool_limits(1):  # sums over threads depend on their order
         cluster = _cluster_colors(colors, clusters, seed)
@@ -131,7 +131,7 @@ def choose_mosaic(
                 rows.append(int(members[row]))
                 weight.append(share / len(colors))
     order = np.argsort(rows)
-    return MosaicSelection(np.array(rows, np.int64)[order], cluster, np.array(weight, np.float32)[order])
+    return _MosaicSelection(np.array(rows, np.int64)[order], cluster, np.array(weight, np.float32)[order])
 
 
 def _cluster_colors(colors: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np.int64]:

@@ -88,7 +88,7 @@ def drop_leaks(
     return [record for record in records if record.slide not in leaks], excluded
 
 
-def list_scans(records: Sequence[SlideRecord], marks: Mapping[str, frozenset[str]]) -> list[Scan]:
+def list_scans(records: Iterable[SlideRecord], marks: Mapping[str, frozenset[str]]) -> list[Scan]:
     """Return the slides of a site with their known marks."""
     return [
         Scan(record.site, record.slide, record.patient, record.split or "train", marks.get(record.slide, frozenset()))

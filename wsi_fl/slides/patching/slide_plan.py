@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import ceil
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.slides.patching.annotations import Annotations, OutlineRole, read_annotations, share_inside
-from wsi_fl.slides.patching.artifacts import ArtifactSegmenter, QualityParams, describe_reasons, find_artifacts
+from wsi_fl.slides.patching.artifacts import ArtifactKind, describe_reasons, find_artifacts
 from wsi_fl.slides.patching.outline_placement import Origin
 from wsi_fl.slides.patching.slide_survey import PICTURE_PX, SlideFacts, SlideSurvey, survey_slide
 from wsi_fl.slides.patching.tissue import TissueParams
@@ -36,7 +36,8 @@ class PlanParams:
     groups: Mapping[str, OutlineRole] = field(default_factory=dict)
     origin: Origin = None
     """The corner of the slide from which outlines count."""
-    quality: QualityParams = field(default_factory=QualityParams)
+    max_artifacts: Mapping[ArtifactKind, float] = field(default_factory=dict)
+    """Artifacts for which patches are excluded, each with the largest share that is tolerated."""
 
 
 def _label_patches(
@@ -113,42 +114,27 @@ class AllPatchesExcluded(WsiFlError):
 
 
 def plan_slide(
-    record: SlideRecord,
-    spec: GridSpec,
-    params: PlanParams | None = None,
-    *,
-    reader: Reader = "auto",
-    segmenter: ArtifactSegmenter | None = None,
+    record: SlideRecord, spec: GridSpec, params: PlanParams | None = None, *, reader: Reader = "auto"
 ) -> SlidePlan:
     """Find tissue, lay the grid and label it, from a thumbnail and the annotation; some artifacts need patches too.
-
-    Args:
-        segmenter: finds artifacts of its classes instead of the measures of `quality`.
 
     Raises:
         WsiFlError: when the slide cannot be used: unreadable, without mpp, coarser than `spec` by over 10 %,
             without tissue, contradicting its annotation, or without a patch to keep.
-        AllSetAside: when all patches have artifacts.
+        AllPatchesExcluded: when all patches have artifacts.
     """
     params = params or PlanParams()
     survey = survey_slide(record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader)
-    tissue = survey.tissue
     annotations = _read_slide_annotations(survey, params)
     notes = [*survey.notes, *(annotations.notes if annotations is not None else ())]
-    tumor, unsure = np.zeros((2, len(tissue)), np.float32)
-    if annotations is not None:
-        rows = tissue >= params.min_tissue
-        tumor[rows] = share_inside(annotations.tumor, survey.xy_l0[rows], survey.side_l0)
-        unsure[rows] = share_inside(annotations.unsure, survey.xy_l0[rows], survey.side_l0)
-    if record.supervision in {"weak", "unlabelled"}:
-        tumor = np.full_like(tumor, np.nan)
-    keep, label = _label_patches(tissue, tumor, record.supervision, record.positive, params)
+    tumor, unsure = _measure_outlined(survey, annotations, params)
+    keep, label = _label_patches(survey.tissue, tumor, record.supervision, record.positive, params)
     keep &= (unsure == 0) | (label == _TUMOR)
     if not keep.any():
         reason = "; ".join([_explain_no_patch(survey, params, tumor, unsure), *notes])
         raise WsiFlError(f"{record.path.name}: no patch to keep: {reason}")
     excluded = np.flatnonzero(keep)
-    artifacts = find_artifacts(survey, excluded, params.quality, segmenter)
+    artifacts = find_artifacts(survey, excluded, params.max_artifacts)
     excluded, artifacts = excluded[artifacts != ""], artifacts[artifacts != ""]
     keep[excluded] = False
     if not keep.any():
@@ -160,23 +146,38 @@ def plan_slide(
         picture = np.array(Image.fromarray(picture).reduce(factor))
         mask = np.asarray(Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)) > 127
     rings = shapely.get_rings(shapely.get_parts(annotations.tumor)) if annotations is not None else []
-    facts = record, spec, survey.mpp, survey.size_l0, survey.bounds_l0, survey.quickhash, survey.in_tiles
     return SlidePlan(
-        *facts,
-        survey.downsample * factor,
-        tuple(notes),
-        survey.xy_l0[keep],
-        label[keep],
-        tumor[keep],
-        jpeg.encode(picture, _PICTURE_QUALITY),
-        np.packbits(mask),
-        mask.shape,
-        [shapely.get_coordinates(ring) for ring in rings],
-        survey.xy_l0[excluded],
-        artifacts,
-        survey.segmentation.method,
-        survey.segmentation.gain,
+        **{field.name: getattr(survey, field.name) for field in fields(SlideFacts)}
+        | {"downsample": survey.downsample * factor, "notes": tuple(notes)},
+        xy_l0=survey.xy_l0[keep],
+        label=label[keep],
+        tumor_fraction=tumor[keep],
+        picture=jpeg.encode(picture, _PICTURE_QUALITY),
+        tissue_bits=np.packbits(mask),
+        tissue_shape=mask.shape,
+        outlines_l0=[shapely.get_coordinates(ring) for ring in rings],
+        aside_xy_l0=survey.xy_l0[excluded],
+        aside_reason=artifacts,
+        tissue_by=survey.segmentation.method,
+        tissue_gain=survey.segmentation.gain,
     )
+
+
+def _measure_outlined(
+    survey: SlideSurvey, annotations: Annotations | None, params: PlanParams
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the shares [n] of each patch that are outlined as tumour, NaN under weak supervision, and as unsure.
+
+    Patches with too little tissue are not measured: 0.
+    """
+    tumor, unsure = np.zeros((2, len(survey.tissue)), np.float32)
+    if annotations is not None:
+        rows = survey.tissue >= params.min_tissue
+        tumor[rows] = share_inside(annotations.tumor, survey.xy_l0[rows], survey.side_l0)
+        unsure[rows] = share_inside(annotations.unsure, survey.xy_l0[rows], survey.side_l0)
+    if survey.record.supervision in {"weak", "unlabelled"}:
+        tumor[:] = np.nan
+    return tumor, unsure
 
 
 def _read_slide_annotations(survey: SlideSurvey, params: PlanParams) -> Annotations | None:

@@ -110,10 +110,24 @@ def survey_slide(
     except WsiFlError as error:
         raise type(error)(f"{record.path.name}: {error}") from None
     xy_l0 = grid_positions(size_l0, spec, mpp)
-    shares = tissue_fraction(segmentation.mask, xy_l0, side_l0, downsample)
-    facts = record, spec, mpp, size_l0, bounds_l0, quickhash, in_tiles, downsample, tuple(notes)
-    slide_geometry = replace(slide_geometry, tissue=segmentation.mask)
-    return SlideSurvey(*facts, reader, thumbnail, segmentation, side_l0, xy_l0, shares, slide_geometry)
+    return SlideSurvey(
+        record=record,
+        spec=spec,
+        mpp=mpp,
+        size_l0=size_l0,
+        bounds_l0=bounds_l0,
+        quickhash=quickhash,
+        in_tiles=in_tiles,
+        downsample=downsample,
+        notes=tuple(notes),
+        reader=reader,
+        thumbnail=thumbnail,
+        segmentation=segmentation,
+        side_l0=side_l0,
+        xy_l0=xy_l0,
+        tissue=tissue_fraction(segmentation.mask, xy_l0, side_l0, downsample),
+        slide_geometry=replace(slide_geometry, tissue=segmentation.mask),
+    )
 
 
 def build_slide_geometry(slide: Slide, tissue: TissueParams) -> SlideGeometry:

@@ -150,7 +150,7 @@ def split_colors(picture: _Picture, sigma_px: float) -> ColorPlanes:
     return ColorPlanes(red, green, blue, high, high - np.minimum(np.minimum(red, green), blue))
 
 
-def optical_density(picture: _Picture) -> _Plane:
+def _optical_density(picture: _Picture) -> _Plane:
     """Return the optical density float32[h, w] of a picture uint8[h, w, 3]: the mean of its channels; white has 0."""
     red, green, blue = (_LOG_TRANSMITTANCE[picture[..., channel]] for channel in range(3))
     return np.asarray(-(red + green + blue) / 3, np.float32)
@@ -220,7 +220,7 @@ def _segment_by(method: str, thumbnail: _Picture, um_per_px: float) -> _Mask:
         threshold = float(np.clip(threshold_otsu(included), min_threshold, threshold))
     mask = _clean_mask(values > threshold, excluded, um_per_px)
     if method == "density":
-        is_rough = _measure_texture(optical_density(thumbnail), um_per_px) > _THRESHOLD_BOUNDS["texture"][0]
+        is_rough = _measure_texture(_optical_density(thumbnail), um_per_px) > _THRESHOLD_BOUNDS["texture"][0]
         mask = _drop_smooth_objects(mask, is_rough)
     if not mask.any():
         max_value = float(included.max(initial=0))

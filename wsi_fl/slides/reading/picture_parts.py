@@ -16,7 +16,7 @@ Area = tuple[slice, slice]
 _MAX_FAILURES, _MAX_MISSING_SHARE = 400, 0.5
 
 
-class MissingParts(NamedTuple):
+class _MissingParts(NamedTuple):
     """The missing parts of a picture.
 
     Attributes:
@@ -32,7 +32,7 @@ class MissingParts(NamedTuple):
 
 def paint_areas(
     shape: tuple[int, int], areas: Sequence[Area], painter: Callable[[Area], None], step: int
-) -> MissingParts:
+) -> _MissingParts:
     """Call `painter` for strips of `step` rows of the areas of a picture [rows, columns].
 
     After a WsiFlError it is called for halves, and for halves of these.
@@ -62,8 +62,8 @@ def paint_areas(
                 halves = (slice(middle, area[axis].stop), slice(area[axis].start, middle))
                 queue += [(half, area[1]) if axis == 0 else (area[0], half) for half in halves]
             if n_failures > _MAX_FAILURES or n_missing > _MAX_MISSING_SHARE * shape[0] * shape[1]:
-                return MissingParts(missing + queue[::-1], last_error, is_hopeless=True)
-    return MissingParts(missing, last_error if missing else None, is_hopeless=False)
+                return _MissingParts(missing + queue[::-1], last_error, is_hopeless=True)
+    return _MissingParts(missing, last_error if missing else None, is_hopeless=False)
 
 
 def fill_from_surroundings(out: NDArray[np.uint8], areas: Sequence[Area]) -> NDArray[np.uint8]:

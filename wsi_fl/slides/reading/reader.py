@@ -7,7 +7,6 @@ OpenSlide is the authority on a slide's format and pixels. Where the JPEG tiles 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from contextlib import closing
 from functools import cached_property
 from math import ceil, floor, isfinite
@@ -36,6 +35,7 @@ from wsi_fl.slides.reading.formats.source import PixelSource, SourceError, blend
 from wsi_fl.slides.reading.native_levels import TrustedLevels
 from wsi_fl.slides.reading.native_tiles import Box, NativeLevel
 from wsi_fl.slides.reading.picture_parts import Area, fill_from_surroundings, paint_areas, resample_box
+from wsi_fl.slides.reading.slide_properties import read_background, read_bounds, read_mpp
 from wsi_fl.types import GridSpec, UsageError, WsiFlError, single_line
 
 Reader = Literal["auto", "native", "openslide"]
@@ -53,10 +53,6 @@ _SCALE_TOLERANCE = 0.01
 _MAX_DRIFT_PX = 0.5
 """Drift of a patch's far edge below which it is not resampled."""
 _PIXEL_TOLERANCE = 1e-6
-_PLAUSIBLE_MPP = (0.05, 20.0)
-"""Values outside count as missing: a default of 72 dpi reads as 353 µm."""
-_MAX_ANISOTROPY = 0.05
-_UNIT_UM = {"centimeter": 1e4, "inch": 25_400.0}
 
 
 class Slide:
@@ -94,7 +90,7 @@ class Slide:
         if self.vendor == _GENERIC_VENDOR:
             self._properties |= read_ome_properties(self._file)
         self.quickhash = self._properties.get(openslide.PROPERTY_NAME_QUICKHASH1, "")
-        self._background = _background_color(self._properties)
+        self._background = read_background(self._properties)
         is_foreign = not isinstance(self._handle.source, openslide.OpenSlide)
         if is_foreign and reader == "native":
             self._handle.close()
@@ -139,17 +135,12 @@ class Slide:
         Raises:
             WsiFlError: when it is missing, or differs between x and y by more than 5 %.
         """
-        return _read_mpp(self._properties, self.path.name) if self._mpp_override is None else self._mpp_override
+        return read_mpp(self._properties, self.path.name) if self._mpp_override is None else self._mpp_override
 
     @property
     def bounds_l0(self) -> tuple[int, int, int, int]:
         """(left, top, right, bottom) of the scanned area in level-0 pixels: the whole slide where it states none."""
-        keys = (f"openslide.bounds-{key}" for key in ("x", "y", "width", "height"))
-        values = [_read_number(self._properties, key) for key in keys]
-        x_min, y_min, width, height = (-1 if value is None else int(value) for value in values)
-        x_max, y_max = min(x_min + width, self.size_l0[0]), min(y_min + height, self.size_l0[1])
-        is_valid = 0 <= x_min < x_max and 0 <= y_min < y_max and min(width, height) > 0
-        return (x_min, y_min, x_max, y_max) if is_valid else (0, 0, *self.size_l0)
+        return read_bounds(self._properties, self.size_l0)
 
     def thumbnail(self, max_px: int = 1024) -> tuple[NDArray[np.uint8], float]:
         """Return (uint8[h, w, 3] with the longer side at most max_px, level-0 pixels per thumbnail pixel).
@@ -456,47 +447,3 @@ def _require_another_reader(path: Path, error: openslide.OpenSlideError) -> None
 
 def _vendor_name(source: PixelSource) -> str:
     return source.properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown")
-
-
-def _read_mpp(properties: Mapping[str, str], name: str) -> float:
-    """Return the µm per level-0 pixel of a slide: OpenSlide's, else that of the TIFF resolution tags."""
-    low, high = _PLAUSIBLE_MPP
-
-    def axis_mpp(axis: str) -> float | None:
-        per_unit = _read_number(properties, f"tiff.{axis.upper()}Resolution")
-        unit_um = _UNIT_UM.get(properties.get("tiff.ResolutionUnit", "").lower())
-        from_tags = unit_um / per_unit if unit_um and per_unit else None
-        candidates = (_read_number(properties, f"openslide.mpp-{axis}"), from_tags)
-        return next((v for v in candidates if v is not None and low <= v <= high), None)
-
-    x, y = axis_mpp("x"), axis_mpp("y")
-    x, y = x or y, y or x
-    if x is None or y is None:
-        value = _read_number(properties, "openslide.mpp-x")
-        hint = "" if value is None else f" plausibly ({value:g}, not within {low:g} to {high:g})"
-        raise WsiFlError(
-            f"{name}: the slide does not state its µm per pixel{hint}; give it in the column mpp of the site's table, "
-            "or for all its slides with mpp_override = 0.5 in sites/<site>.toml"
-        )
-    if abs(x - y) > _MAX_ANISOTROPY * max(x, y):
-        raise WsiFlError(
-            f"{name}: pixels are not square ({x:g} by {y:g} µm); "
-            f"if that is wrong, give mpp_override = {x:g} in sites/<site>.toml"
-        )
-    return (x + y) / 2
-
-
-def _read_number(properties: Mapping[str, str], key: str) -> float | None:
-    try:
-        value = float(properties[key])
-    except (KeyError, ValueError):
-        return None
-    return value if isfinite(value) else None
-
-
-def _background_color(properties: Mapping[str, str]) -> tuple[int, int, int]:
-    try:
-        red, green, blue = bytes.fromhex(properties.get("openslide.background-color", "FFFFFF"))
-    except ValueError:
-        return 255, 255, 255
-    return red, green, blue

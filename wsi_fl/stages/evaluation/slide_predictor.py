@@ -20,7 +20,6 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.models.encoder import Encoder, encode_batches
 from wsi_fl.models.mil import BagModel
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.slides.patching.artifacts import ArtifactSegmenter
 from wsi_fl.slides.patching.slide_plan import SlidePlan, plan_slide
 from wsi_fl.slides.pictures.heatmap import PatchPredictions, patch_boxes
 from wsi_fl.slides.reading.formats import slide_name
@@ -29,8 +28,8 @@ from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.evaluation.load_models import TrainedModels, load_prediction_models, load_run_settings
 from wsi_fl.stages.evaluation.write_predictions import COLUMNS
-from wsi_fl.stages.prepare.build_bags import MosaicBuilder
-from wsi_fl.stages.prepare.tile_plans import build_plan_params, load_plan_segmenter
+from wsi_fl.stages.prepare.build_bags import MosaicSelector
+from wsi_fl.stages.prepare.tile_plans import build_plan_params
 from wsi_fl.stages.runtime.console import Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.encoders import load_encoder
@@ -174,7 +173,6 @@ class Predictor:
         input_px: the size to which images are reduced.
         store: the site's mosaics, for runs on mosaics, if they are here.
         tumor_type: of all predicted slides; None for that in the store.
-        segmenter: of artifacts, if the pipeline has one.
     """
 
     study: Study
@@ -187,7 +185,6 @@ class Predictor:
     models: TrainedModels
     store: BagStore | None = None
     tumor_type: str | None = None
-    segmenter: ArtifactSegmenter | None = None
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -236,9 +233,10 @@ class Predictor:
             raise WsiFlError(f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics")
         else:
             self._require_encoder(record)
-            bag_maker = MosaicBuilder(self.study, self.pipeline, self.site.name, self.encoder, threads_per_rank())
-            bag_maker.spec, bag_maker.params = self.meta.spec, replace(bag_maker.params, **self.meta.recipe)
-            bag = bag_maker.build_bag(replace(record, path=path))
+            selector = MosaicSelector.of_site(self.study, self.pipeline, self.site, threads_per_rank())
+            params = replace(selector.params, **self.meta.recipe)
+            selector = replace(selector, spec=self.meta.spec, params=params)
+            bag = selector.build_bag(replace(record, path=path), self.encoder)
         image = self._load_image(record, path) if path and bag.has_places else None
         if self.kind.example != "patch":
             return SlidePatches(bag.xy_l0, None, bag, image)
@@ -259,7 +257,7 @@ class Predictor:
         if min_tissue is not None:
             params = replace(params, min_tissue=float(min_tissue))
         check_opens_safely(record.path, record.mpp_override, reader)
-        plan = plan_slide(record, self.meta.spec, params, reader=reader, segmenter=self.segmenter)
+        plan = plan_slide(record, self.meta.spec, params, reader=reader)
         excluded: dict[int, str] = {}
         notes = set(plan.notes)
         parts, features = [], []
@@ -398,8 +396,7 @@ def load_predictor(
     shape = Images(3, size) if kind.is_images else kind.shape(int(facts["n_features"]))
     models = load_prediction_models(run, pipeline, site, meta.classes, shape, select_device())
     store = _open_mosaics(study, run, site.name, meta) if kind.data == "mosaics" else None
-    segmenter = None if kind.data == "mosaics" else load_plan_segmenter(study, pipeline)
-    predictor = Predictor(study, run, site, pipeline, kind, meta, size, models, store, tumor_type, segmenter)
+    predictor = Predictor(study, run, site, pipeline, kind, meta, size, models, store, tumor_type)
     if kind.data == "features":
         predictor.encoder  # noqa: B018 refused here; with mosaics it is needed only for slides outside the store
     return predictor

@@ -15,7 +15,7 @@ from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_s
 from wsi_fl.stages.prepare.slide_lists import Scope, render_copy_lines, select_sites
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.site.site_data import list_scans, open_bags, open_store
-from wsi_fl.stores.bag_store import read_bag_shard
+from wsi_fl.stores.bag_shards import read_bag_shard
 from wsi_fl.stores.fields import DAMAGE, first_line
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
@@ -86,22 +86,8 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
         else:
             damaged.append(str(error) if isinstance(error, WsiFlError) else f"{site}: damaged ({first_line(error)})")
 
-    step_lists: list[Iterator[list[_Step]]] = []
     store_scans: dict[str, list[Scan]] = {}
-    for path, part, shards, command in (
-        (study.store_path(site), _patch_steps, "slides", "tile"),
-        (study.features_path(site), partial(_bag_steps, "features"), "features", "features"),
-        (study.mosaic_path(site), partial(_bag_steps, "mosaics"), "mosaics", "mosaic"),
-    ):
-        if path.exists():
-            step_lists.append(part(study, site, store_scans))
-        elif drop_companions((path.parent / shards).glob("*.h5")):
-            n_read += 1
-            damaged.append(f"{path}: missing, though its shards are there; run `wsi-fl {command} --site {site}` again")
-    step_lists += [
-        plugin_steps(study, site) for plugin_steps in load_entries("wsi_fl.checks").values()
-    ]  # of extensions
-    for steps in step_lists:
+    for steps in _list_steps(study, site, store_scans):
         try:
             for store_steps in steps:  # yielded once the store is open
                 for done, (name, read) in enumerate(store_steps):
@@ -127,6 +113,26 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
         "copies": copies,
         "seconds": seconds,
     }
+
+
+def _list_steps(study: Study, site: str, scans: dict[str, list[Scan]]) -> Iterator[Iterator[list[_Step]]]:
+    """Yield the steps of each store of a site, and those of extensions."""
+    for path, list_store_steps, shards, command in (
+        (study.store_path(site), _patch_steps, "slides", "tile"),
+        (study.features_path(site), partial(_bag_steps, "features"), "features", "features"),
+        (study.mosaic_path(site), partial(_bag_steps, "mosaics"), "mosaics", "mosaic"),
+    ):
+        if path.exists():
+            yield list_store_steps(study, site, scans)
+        elif drop_companions((path.parent / shards).glob("*.h5")):
+            problem = f"{path}: missing, though its shards are there; run `wsi-fl {command} --site {site}` again"
+            yield iter([[(path.stem, partial(_refuse_missing, problem))]])
+    for list_plugin_steps in load_entries("wsi_fl.checks").values():
+        yield list_plugin_steps(study, site)
+
+
+def _refuse_missing(message: str) -> None:
+    raise WsiFlError(message)
 
 
 def _patch_steps(study: Study, site: str, scans: dict[str, list[Scan]]) -> Iterator[list[_Step]]:

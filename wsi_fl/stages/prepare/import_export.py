@@ -6,12 +6,12 @@ Every file is read twice: once for its metadata, and once to write it. One bag i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from wsi_fl.models.presets import PRESETS, find_preset
 from wsi_fl.slides.patching.scan_copies import describe_copies, drop_leaks, list_scans
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import slide_lists
+from wsi_fl.stages.prepare.label_tables import match_table
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.site.site_data import open_bags
 from wsi_fl.stores.bag_store import Bag, BagMeta, hash_features, write_bags
-from wsi_fl.stores.foreign_formats import LAYOUTS, FeatureLayout, FileFacts, write_clam, write_labels
+from wsi_fl.stores.foreign_formats import LAYOUTS, FeatureLayout, FileFacts
+from wsi_fl.stores.foreign_writers import write_clam, write_labels
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
@@ -88,7 +90,7 @@ def import_features(
         UsageError: when encoders, widths or patch sizes of slides differ or are unknown; names a slide.
         WsiFlError: when no slide is left.
     """
-    start, progress, facts = time.perf_counter(), watcher or SilentProgress(), facts or ImportFacts()
+    start, progress = time.perf_counter(), watcher or SilentProgress()
     if form not in LAYOUTS:
         raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
     scope: slide_lists.Scope = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
@@ -98,30 +100,22 @@ def import_features(
     layout = LAYOUTS[form]
     files = layout.find(source)
     diagnoses = slide_lists.store_classes(site_file, pipeline.subtypes) if pipeline.subtypes else ()
-    table_rows = slide_lists.match_table(labels, files, site_file, diagnoses=diagnoses)
+    table_rows = match_table(labels, files, site_file, diagnoses=diagnoses)
     progress.print_message(f"  {site}: {table_rows.account}")
     records, unfit = slide_lists.select_labelled(table_rows.records, pipeline.subtypes, site_file)
-    slides: list[_ImportedSlide] = []
-    failed = [*table_rows.excluded, *unfit]
     if not records:
         why = table_rows.mismatch or slide_lists.first_failure([*unfit, *table_rows.excluded])
         raise UsageError(f"{labels}: none of its slides has a label and features in {source}: {why}")
-    n_slides, fraction = len(records) + len(failed), pipeline.slides.test_fraction
+    fraction = pipeline.slides.test_fraction
     # a table that contradicts itself is refused before files are read
     assign_splits(records, test_fraction=fraction)
     with site_lock(study.mosaic_path(site).parent, site):
-        for number, record in enumerate(records):
-            slide = _read_slide(record, files[record.slide], layout)
-            if isinstance(slide, ExcludedSlide):
-                failed.append(slide)
-            else:
-                slides.append(slide)
-            progress.update(site, number + 1, 2 * len(records), record.slide)
+        slides, unreadable = _read_slides(records, files, layout, progress)
         slides, leaks, copies = _assign_splits(slides, records, fraction)
-        failed += leaks
+        failed = [*table_rows.excluded, *unfit, *unreadable, *leaks]
         if not slides:
             raise WsiFlError(f"site {site}: no slide could be imported; {slide_lists.first_failure(failed)}")
-        meta = _merge_metadata(site_file, pipeline, slides, facts)
+        meta = _merge_metadata(site_file, pipeline, slides, facts or ImportFacts())
         slides = [_rescale_slide(slide, meta.spec) for slide in slides]
         table = slide_lists.build_bag_table([slide.record for slide in slides], pipeline.subtypes, site_file)
         scales = [slide.mpp_l0 for slide in slides]
@@ -136,7 +130,7 @@ def import_features(
         failed=failed,
         notes={slide.record.slide: slide.note for slide in slides},
         copies=copies,
-        n_slides=n_slides,
+        n_slides=len(table_rows.records) + len(table_rows.excluded),
     )
     row["seconds"] = time.perf_counter() - start
     return {"sites": [row], "next": slide_lists.next_commands(study, **scope)}
@@ -155,6 +149,22 @@ def _assign_splits(
         replace(slide, record=by_slide[slide.record.slide]) for slide in slides if slide.record.slide in by_slide
     ]
     return split_slides, leaks, describe_copies(list_scans([slide.record for slide in split_slides], marks))
+
+
+def _read_slides(
+    records: Sequence[SlideRecord], files: Mapping[str, Path], layout: FeatureLayout, progress: Watcher
+) -> tuple[list[_ImportedSlide], list[ExcludedSlide]]:
+    """Read the file of each slide; progress counts this as the first half of the work."""
+    slides: list[_ImportedSlide] = []
+    excluded: list[ExcludedSlide] = []
+    for number, record in enumerate(records, 1):
+        slide = _read_slide(record, files[record.slide], layout)
+        if isinstance(slide, ExcludedSlide):
+            excluded.append(slide)
+        else:
+            slides.append(slide)
+        progress.update(record.site, number, 2 * len(records), record.slide)
+    return slides, excluded
 
 
 def _read_slide(record: SlideRecord, path: Path, layout: FeatureLayout) -> _ImportedSlide | ExcludedSlide:
@@ -302,9 +312,21 @@ def _reread_bags(
         progress.update(site, n_slides + number * n_slides / len(slides), 2 * n_slides, slide.record.slide)
 
 
+class _ExportDocument(TypedDict):
+    """The document of `export --site`: number of bags, and the paths of the folder, its features and its table."""
+
+    site: str
+    format: str
+    bags: int
+    out: str
+    features: str
+    table: str
+    pt: bool
+
+
 def export_features(
     study: Study, *, site: str, form: str, out: Path | None = None, tensors: bool = False
-) -> dict[str, Any]:
+) -> _ExportDocument:
     """Write a site's mosaics on this machine for another tool; return the `--json` document.
 
     Args:
@@ -337,7 +359,7 @@ def export_features(
     }
 
 
-def render_feature_export(document: dict[str, Any]) -> Lines:
+def render_feature_export(document: _ExportDocument) -> Lines:
     """Yield the places of the files, and a hint for CLAM."""
     yield TextLine(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
     if document["format"] == "clam" and not document["pt"]:

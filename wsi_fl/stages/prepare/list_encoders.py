@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from wsi_fl.models.presets import HUB_FILES, PRESETS
 from wsi_fl.models.weights import find_cached_weights
@@ -14,7 +14,33 @@ from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
 
 
-def list_encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str, Any]:
+class _EncoderRow(TypedDict):
+    """An encoder, where its weights are on this machine (None for nowhere), and whether it fits into its memory."""
+
+    name: str
+    n_features: int
+    px: int | None
+    mpp: list[float]
+    parameters: int
+    licence: str
+    hub: str
+    pooling: str
+    mean: list[float]
+    sd: list[float]
+    interpolation: str
+    weights: str | None
+    needed_bytes: int
+    fits: bool
+
+
+class _EncodersDocument(TypedDict):
+    """The document of `encoders`."""
+
+    encoders: list[_EncoderRow]
+    memory_bytes: int
+
+
+def list_encoders(study: Study | None, pipeline_name: str | None = None) -> _EncodersDocument:
     """List the presets; return the `--json` document.
 
     Args:
@@ -22,7 +48,7 @@ def list_encoders(study: Study | None, pipeline_name: str | None = None) -> dict
     """
     weight_files = _find_weights(study, pipeline_name) if study else {}
     memory = _total_memory()
-    rows = []
+    rows: list[_EncoderRow] = []
     for name, preset in PRESETS.items():
         cached = find_cached_weights(preset.hub_id, HUB_FILES) if preset.hub_id else None
         weights = weight_files.get(name) or cached
@@ -69,9 +95,9 @@ def _find_weights(study: Study, pipeline_name: str | None) -> dict[str, Path]:
     return {name: path for name, path in weight_files.items() if path.is_file()}
 
 
-def render_encoder_lines(document: dict[str, Any]) -> Lines:
+def render_encoder_lines(document: _EncodersDocument) -> Lines:
     """Yield a table with a row per preset."""
-    rows = [
+    rows: list[list[object] | None] = [
         [
             row["name"],
             row["n_features"],

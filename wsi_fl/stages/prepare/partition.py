@@ -9,7 +9,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,27 @@ _PROGRESS_FILE = "partition.json"
 """A file in the first site's folder: the number of sites of an unfinished partition."""
 
 
+class _PartitionRow(TypedDict):
+    """A simulated site: numbers of training images, also by class, and of test images."""
+
+    site: str
+    train: int
+    test: int
+    store: str
+    classes: dict[str, int]
+
+
+class _PartitionDocument(TypedDict):
+    """The document of `partition`."""
+
+    data: str
+    skew: str
+    seed: int
+    classes: list[str]
+    copies: list[str]
+    sites: list[_PartitionRow]
+
+
 def partition_images(
     study: Study,
     data: Path,
@@ -43,22 +64,17 @@ def partition_images(
     test_fraction: float = 0.2,
     size_px: int | None = None,
     prefix: str = "S",
-) -> dict[str, Any]:
+) -> _PartitionDocument:
     """Write site files and stores S1 … SK into the study; return the `--json` document.
 
     Training images are divided by `skew`. The common test set (that of the data set, else a random share
     `test_fraction`) is divided evenly, so that the merged test set is complete.
     """
-    if n_sites < 1 or (per_site is not None and per_site < 1):
-        raise UsageError("--sites and --per-site must be at least 1")
-    if n_sites > _MAX_SITES:
-        raise UsageError(f"--sites must be at most {_MAX_SITES}")
+    if per_site is not None and per_site < 1:
+        raise UsageError("--per-site must be at least 1")
     if not 0 <= seed <= MAX_SEED:
         raise UsageError(f"--seed must be at least 0, and at most {MAX_SEED}")
-    sites = [
-        validate_model(SiteFile, {"name": f"{prefix}{k + 1}", "real": False}, f"--prefix {prefix!r}")
-        for k in range(n_sites)
-    ]
+    sites = _name_sites(prefix, n_sites)
     _list_unfinished(study, sites)  # before the data are read
     divide = parse_skew(skew)
     rng = np.random.default_rng(seed)
@@ -70,14 +86,20 @@ def partition_images(
     train = divide(data_set.train.y, n_sites, per_site, rng)
     test = np.array_split(rng.permutation(len(data_set.test)), n_sites)
     header = f"{_FILE_HEADER}{data.name} --sites {n_sites} --skew {skew} --seed {seed}"
-    rows = []
+    rows: list[_PartitionRow] = []
     with _mark_unfinished(study, sites):
         for site, train_rows, test_rows in zip(sites, train, test, strict=True):
             counts = _write_store(study, site.name, data_set, {"train": train_rows, "test": np.sort(test_rows)})
             training = counts["train"].tolist()
-            row: dict[str, Any] = {"site": site.name, "train": sum(training), "test": int(counts["test"].sum())}
-            row["store"] = study.relative_path(study.store_path(site.name))
-            rows.append(row | {"classes": dict(zip(data_set.classes, training, strict=True))})
+            rows.append(
+                {
+                    "site": site.name,
+                    "train": sum(training),
+                    "test": int(counts["test"].sum()),
+                    "store": study.relative_path(study.store_path(site.name)),
+                    "classes": dict(zip(data_set.classes, training, strict=True)),
+                }
+            )
         for site in sites:  # last, so that a site file means a complete store
             write_text(study.site_path(site.name), dump_toml(site.model_copy(update={"allow": None}), header))
     return {
@@ -88,6 +110,13 @@ def partition_images(
         "copies": copies,
         "sites": rows,
     }
+
+
+def _name_sites(prefix: str, n_sites: int) -> list[SiteFile]:
+    if not 1 <= n_sites <= _MAX_SITES:
+        raise UsageError(f"--sites must be at least 1, and at most {_MAX_SITES}")
+    names = [f"{prefix}{k + 1}" for k in range(n_sites)]
+    return [validate_model(SiteFile, {"name": name, "real": False}, f"--prefix {prefix!r}") for name in names]
 
 
 def _list_unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
@@ -193,7 +222,7 @@ def _write_store(study: Study, site: str, data_set: ImageDataSet, splits: dict[s
     return link_shards(path, StoreMeta(site, data_set.classes, spec), shards)
 
 
-def render_partition_lines(document: dict[str, Any]) -> Lines:
+def render_partition_lines(document: _PartitionDocument) -> Lines:
     """Yield the table of training images, classes × sites."""
     sites = document["sites"]
     rows = [[name, *(row["classes"][name] for row in sites)] for name in document["classes"]]

@@ -18,7 +18,6 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.artifacts import ArtifactSegmenter, QualityParams
 from wsi_fl.slides.patching.outline_placement import Origin
 from wsi_fl.slides.patching.slide_plan import AllPatchesExcluded, PlanParams, SlidePlan, plan_slide
 from wsi_fl.slides.patching.slide_survey import digest_mask
@@ -49,36 +48,13 @@ def build_grid_spec(pipeline: Pipeline) -> GridSpec:
 
 def build_plan_params(study: Study, pipeline: Pipeline, origin: Origin = None) -> PlanParams:
     """Return the pipeline's requirements on patches; outlines and masks are relative to an origin."""
-    tiling, digest = pipeline.tile, ""
-    if tiling.segmenter and tiling.qc:
-        try:
-            digest = file_sha256(study.resolve(tiling.segmenter))
-        except OSError as error:
-            raise UsageError(f"tile.segmenter = {tiling.segmenter!r}: {error.strerror}") from None
-    max_shares = {f"max_{fault}": share for fault, share in tiling.qc.items()}
     return PlanParams(
-        min_tissue=tiling.min_tissue,
+        min_tissue=pipeline.tile.min_tissue,
         tissue=build_tissue_params(study, pipeline, origin),
-        groups=tiling.groups,
+        groups=pipeline.tile.groups,
         origin=origin,
-        quality=QualityParams(tuple(tiling.qc), **max_shares, segmenter=digest),
+        max_artifacts=pipeline.tile.qc,
     )
-
-
-def load_plan_segmenter(study: Study, pipeline: Pipeline) -> ArtifactSegmenter | None:
-    """Return the pipeline's artifact segmenter, if it is used; UsageError where its classes are none of `tile.qc`."""
-    weights = pipeline.tile.segmenter
-    if not (weights and pipeline.tile.qc):
-        return None
-    from wsi_fl.models.segmenter import load_segmenter
-
-    segmenter = load_segmenter(study.resolve(weights))
-    if not set(segmenter.classes) & set(pipeline.tile.qc):
-        raise UsageError(
-            f"tile.segmenter = {weights!r} finds {', '.join(segmenter.classes)}, but none of tile.qc = "
-            f"{', '.join(pipeline.tile.qc)}"
-        )
-    return segmenter
 
 
 def build_tissue_params(study: Study, pipeline: Pipeline, origin: Origin = None) -> TissueParams:
@@ -207,7 +183,6 @@ def plan_slides(numbers: Sequence[int], slides: SlideList, plans: Plans, threads
         The outcomes in order, with a reason for excluded slides.
     """
     params = build_plan_params(slides.study, slides.pipeline, slides.site.annotations_origin)
-    segmenter = load_plan_segmenter(slides.study, slides.pipeline)
     spec, reader = plans.spec, slides.pipeline.slides.reader
 
     def plan_number(number: int) -> Outcome:
@@ -217,7 +192,7 @@ def plan_slides(numbers: Sequence[int], slides: SlideList, plans: Plans, threads
             if digest is not None and plans.has_plan(number, digest):
                 return Outcome(record.slide)
             check_opens_safely(record.path, record.mpp_override, reader)
-            plan = plan_slide(record, spec, params, reader=reader, segmenter=segmenter)
+            plan = plan_slide(record, spec, params, reader=reader)
         except Exception as error:  # the failure of one slide must not end the others
             faults = plan_quality(0, error, error.reasons) if isinstance(error, AllPatchesExcluded) else None
             return Outcome(record.slide, reason=describe_failure(error), quality=faults)
@@ -249,3 +224,13 @@ def sample_patches(
         seed=seed,
     )
     return np.split(keep, np.cumsum(sizes)[:-1])
+
+
+def select_patches(
+    plans: Plans, outcomes: Sequence[Outcome], pipeline: Pipeline
+) -> list[tuple[int, NDArray[np.bool_]]]:
+    """Return (number of a planned slide, mask of its selected patches) of each."""
+    numbers = [number for number, outcome in enumerate(outcomes) if outcome.reason is None]
+    settings = pipeline.tile
+    keep = sample_patches(plans, numbers, balance=settings.balance, max_per_slide=settings.max_per_slide)
+    return list(zip(numbers, keep, strict=True))

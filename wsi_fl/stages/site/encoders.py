@@ -44,7 +44,6 @@ def load_encoder(
             device=device or select_device(),
             half_precision=pipeline.gpu.encode == "half",
             compiled=pipeline.gpu.compile,
-            cache=study.root / "weights",
             tell=report,
         )
     except NoWeightsError as error:

@@ -56,7 +56,7 @@ def find_start(pipeline: Pipeline, study: Study | None = None) -> StartWeights |
         return None
     if study is None or settings.weights == HUB:
         return StartWeights(settings.train, HUB if study else None)
-    return StartWeights(settings.train, study.resolve(settings.weights), study.root / "weights")
+    return StartWeights(settings.train, study.resolve(settings.weights))
 
 
 def find_architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool = False) -> str:

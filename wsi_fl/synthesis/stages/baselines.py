@@ -7,24 +7,71 @@ generated images pooled; FedAvg. One table (the paper's Tables 1, 3, 4 and 7) be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from wsi_fl.data.metrics import SCORES
-from wsi_fl.evidence.compare_runs import find_finished_run
 from wsi_fl.report.formatting import format_number
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.training.finished_runs import find_finished_run
 from wsi_fl.stages.training.train import begin_run
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
-from wsi_fl.system.files import read_json
+from wsi_fl.synthesis.stages.baselines_section import BASELINES_FILE
+from wsi_fl.system.files import read_json, write_sealed
 from wsi_fl.types import UsageError
 
 _REGULAR, _MPCPA, _JOINT, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
 _ROW_PREFIXES = {"A": _REGULAR, "B": _MPCPA}
+
+
+class BaselinesDocument(TypedDict):
+    """The document `mpcpa.json` of a run."""
+
+    run: str
+    runs: dict[str, str]
+    """Method → its run."""
+    seed: int
+    n_test: int
+    aggregate: str
+    rows: list[dict[str, str | float | None]]
+    """Scores of each model, in the order of the paper's tables."""
+    aggregated: dict[str, dict[str, Any]]
+    transfers: dict[str, int]
+    memorization: list[dict[str, Any]]
+    """Table 4, a row for each site."""
+    curve: list[dict[str, Any]]
+    """Figure 5: accuracies by number of generated images of each class."""
+
+
+@dataclass(frozen=True)
+class _Trainings:
+    """The trainings and evaluations of a study's methods, made unless done; `name` is the pipeline's."""
+
+    study: Study
+    name: str
+    backend: str
+    watcher: Watcher
+
+    def run_method(self, method: str, pipeline: Pipeline) -> tuple[RunFolder, Mapping[str, Any]]:
+        """Return the run of a method with these settings on the stores of today, and its evaluation."""
+        with RunContext.create(self.study, pipeline, method) as context:
+            inputs = {name: context.open_data(name).digest() for name in context.names}
+        if existing := find_finished_run(self.study, method, pipeline, inputs):  # same settings, same data
+            run = existing.folder
+        else:
+            self.watcher.print_message(f"  training {method}")
+            summary = begin_run(self.study, pipeline, method, self.name, backend=self.backend, watcher=self.watcher)
+            run = RunFolder(self.study.find_run(summary["run"]))
+        evaluation = run.read_evaluation()
+        if evaluation and evaluation.get("aggregated"):
+            evaluation["aggregated"]["rule"] = pipeline.find_section(Mpcpa).aggregate
+            return run, evaluation
+        return run, evaluate(self.study, str(run.path))
 
 
 def run_baselines(
@@ -34,55 +81,40 @@ def run_baselines(
     overrides: Sequence[str] = (),
     backend: str = "mpi",
     watcher: Watcher | None = None,
-) -> dict[str, Any]:
+) -> BaselinesDocument:
     """Train and evaluate mpcpa and its baselines unless done; write `mpcpa.json` into the run.
 
     Raises:
         UsageError: without permission to read all sites' test patches.
     """
-    watcher = watcher or SilentProgress()
     name = study.pipeline_name(pipeline_name)
     pipeline = study.load_pipeline(name, overrides)
     context = RunContext.create(study, pipeline, _MPCPA)
+    _check_request(context)
+    trainings = _Trainings(study, name, backend, watcher or SilentProgress())
+    runs, evaluations = {}, {}
+    for method in (_MPCPA, _REGULAR, _JOINT, _GENERATED, _FEDAVG):
+        runs[method], evaluations[method] = trainings.run_method(method, pipeline)
+    mpcpa, n_drawn = pipeline.find_section(Mpcpa), pipeline.find_section(Ddpm).samples_per_class
+    curve = {0: evaluations[_REGULAR], min(mpcpa.per_class or n_drawn, n_drawn): evaluations[_MPCPA]}
+    for n in mpcpa.curve:
+        curve[n] = curve.get(n) or trainings.run_method(_MPCPA, pipeline.replace_keys(mpcpa={"per_class": n}))[1]
+    document = _build_document(context, runs, evaluations, curve)
+    write_sealed(runs[_MPCPA].path / BASELINES_FILE, document)
+    return document
+
+
+def _check_request(context: RunContext) -> None:
     if not context.may_merge or len(context.sites) < 2:
         raise UsageError(
             "--baselines measures every model on all sites' test patches, which needs two sites or more that "
             'all allow = ["patches"]'
         )
-    mpcpa, samples_per_class = pipeline.find_section(Mpcpa), pipeline.find_section(Ddpm).samples_per_class
-    if (largest := max(mpcpa.curve, default=0)) > samples_per_class:
+    n_drawn = context.pipeline.find_section(Ddpm).samples_per_class
+    if (largest := max(context.pipeline.find_section(Mpcpa).curve, default=0)) > n_drawn:
         raise UsageError(
-            f"mpcpa.curve: {largest} images of each class, but ddpm.samples_per_class = {samples_per_class} are drawn"
+            f"mpcpa.curve: {largest} images of each class, but ddpm.samples_per_class = {n_drawn} are drawn"
         )
-
-    def run_method(method: str, pipeline: Pipeline) -> tuple[RunFolder, Mapping[str, Any]]:
-        with RunContext.create(study, pipeline, method) as context:
-            inputs = {name: context.open_data(name).digest() for name in context.names}
-        if existing := find_finished_run(study, method, pipeline, inputs):  # same settings, same data
-            run = existing.folder
-        else:
-            watcher.print_message(f"  training {method}")
-            summary = begin_run(study, pipeline, method, name, backend=backend, watcher=watcher)
-            run = RunFolder(study.find_run(summary["run"]))
-        evaluation = run.read_evaluation()
-        if evaluation and evaluation.get("aggregated"):
-            evaluation["aggregated"]["rule"] = pipeline.find_section(Mpcpa).aggregate
-            return run, evaluation
-        return run, evaluate(study, str(run.path))
-
-    runs, evaluations = {}, {}
-    for method in (_MPCPA, _REGULAR, _JOINT, _GENERATED, _FEDAVG):
-        runs[method], evaluations[method] = run_method(method, pipeline)
-    curve = {
-        0: evaluations[_REGULAR],
-        min(mpcpa.per_class or samples_per_class, samples_per_class): evaluations[_MPCPA],
-    }
-    for n in mpcpa.curve:
-        curve[n] = curve.get(n) or run_method(_MPCPA, pipeline.replace_keys(mpcpa={"per_class": n}))[1]
-    document = _build_document(context, runs, evaluations)
-    document["curve"] = [_build_point(pipeline, n, evaluation) for n, evaluation in sorted(curve.items())]
-    runs[_MPCPA].write("mpcpa", document)
-    return document
 
 
 def _build_point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[str, object]:
@@ -97,8 +129,11 @@ def _build_point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> d
 
 
 def _build_document(
-    context: RunContext, runs: Mapping[str, RunFolder], evaluations: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+    context: RunContext,
+    runs: Mapping[str, RunFolder],
+    evaluations: Mapping[str, Mapping[str, Any]],
+    curve: Mapping[int, Mapping[str, Any]],
+) -> BaselinesDocument:
     study, pipeline = context.study, context.pipeline
     return {
         "run": study.relative_path(runs[_MPCPA].path),
@@ -113,6 +148,7 @@ def _build_document(
             "fedavg": 2 * len(context.sites) * pipeline.train.rounds,
         },
         "memorization": [_read_memorization(study, name) for name in context.names],
+        "curve": [_build_point(pipeline, n, evaluation) for n, evaluation in sorted(curve.items())],
     }
 
 
@@ -150,9 +186,9 @@ def _read_memorization(study: Study, site: str) -> dict[str, object]:
     }
 
 
-def render_baseline_lines(document: dict[str, Any]) -> Lines:
+def render_baseline_lines(document: BaselinesDocument) -> Lines:
     """Yield accuracies of all models, transfers, and distances of all denoisers' images."""
-    rows = [[row["row"], *(format_number(row[name]) for name in SCORES)] for row in document["rows"]]
+    rows = [[str(row["row"]), *(format_number(row[name]) for name in SCORES)] for row in document["rows"]]
     title = f"on {document['n_test']} test images of all sites"
     yield TextTable(title, ("model", "accuracy", "macro-acc.", "AUROC"), rows)
     if len(document["curve"]) > 2:

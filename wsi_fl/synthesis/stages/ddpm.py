@@ -28,6 +28,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis import copying_evidence
 from wsi_fl.synthesis.ddpm import (
+    EMA_DECAY,
     DdpmShape,
     DdpmState,
     Sampling,
@@ -78,7 +79,7 @@ class _DdpmTrainer(GeneratorTrainer):
         self.phases = {"denoiser": steps}
         self.settings = {
             "shape": asdict(shape),
-            "terms": ddpm.model_dump(include={"batch_size", "lr", "ema", "class_dropout"}),
+            "terms": ddpm.model_dump(include={"batch_size", "lr", "class_dropout"}) | {"ema": EMA_DECAY},
             "steps": steps,
             "seed": ddpm.seed,
         }
@@ -111,7 +112,7 @@ def _read_sampling(settings: Ddpm) -> Sampling:
         )
     if settings.sampling_steps > settings.chain:
         raise UsageError(f"ddpm.sampling_steps = {settings.sampling_steps}: the chain has {settings.chain} steps")
-    return Sampling(settings.sampler, settings.sampling_steps, settings.guidance, settings.sampling_batch)
+    return Sampling(settings.sampler, settings.sampling_steps, settings.guidance)
 
 
 def load_denoiser(folder: GeneratorFolder) -> UNet:

@@ -134,13 +134,13 @@ class _GanType(GeneratorType):
         return {
             "phase": phase,
             "iterations": document["phases"][phase]["iterations"],
-            "truncation": check["truncation"] if check else 1.0,
+            "truncation": 1.0,
             "lpips": _lpips_label(document),
         }
 
     def draw_images(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         generator = _load_gan(folder, provenance["phase"])
-        yield draw_samples(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
+        yield draw_samples(generator, labels, seed=provenance["seed"])
 
     def collect_evidence(self, case: CheckCase) -> CheckEvidence:
         gan, lpips = case.pipeline.find_section(Gan), case.load_lpips()
@@ -175,7 +175,7 @@ class _GanType(GeneratorType):
             n_fresh=int((usual_distances[1] > 0).sum()),
             lpips=lpips,
             document={
-                "truncation": gan.truncation,
+                "truncation": 1.0,
                 "projection": {"steps": gan.projection_steps, **spreads, "moved": shift},
                 "nearest": {
                     name: asdict(summarize_distances(measurement.nearest_distances[0]))
@@ -209,7 +209,7 @@ def _measure_generator(
     generator = _load_gan(case.folder, phase)
     n_classes = generator.shape.n_classes
     labels = balance_labels(n_classes, -(-gan.check_samples // n_classes))
-    samples = draw_samples(generator, labels, seed=gan.seed, truncation=gan.truncation)
+    samples = draw_samples(generator, labels, seed=gan.seed)
     all_images = torch.cat([real_set.images for real_set in real_sets])
     nearest = find_nearest_lpips(lpips, all_images, samples, memory_bytes=case.memory_bytes)
     images = torch.cat([real_set.images for real_set in targets])

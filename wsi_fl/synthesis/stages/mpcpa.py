@@ -224,7 +224,7 @@ def _count_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None
     if not isinstance(shape, Images):
         return None
     ddpm = pipeline.find_section(Ddpm)
-    ddpm_shape = DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels, ddpm.layers)
+    ddpm_shape = DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels)
     return 4 * UNet(ddpm_shape).n_values
 
 

@@ -37,7 +37,7 @@ def main_picture(tif: TiffFile) -> TiffPage:
     return max([page for page in pages if not _is_reduced(page)] or pages, key=_page_area)
 
 
-def count_pictures(tif: TiffFile) -> int:
+def _count_pictures(tif: TiffFile) -> int:
     """Return the number of pictures of the main picture's size in a TIFF: channels, focal planes or times."""
     main = main_picture(tif)
     pictures = [page for page in _list_pictures(tif) if _page_size(page) == _page_size(main) and not _is_reduced(page)]
@@ -45,7 +45,7 @@ def count_pictures(tif: TiffFile) -> int:
     return max(len(pictures), n_images)
 
 
-def describe_pixels(page: TiffPage) -> str:
+def _describe_pixels(page: TiffPage) -> str:
     """Return a description of a picture's pixels; "" if they are colours of 8 bits."""
     bits = page.bitspersample if isinstance(page.bitspersample, int) else max(page.bitspersample)
     kind = _color_name(page)
@@ -78,7 +78,7 @@ def require_slide(path: Path, tif: TiffFile) -> None:
 
 def require_single(path: Path, tif: TiffFile) -> None:
     """Refuse a TIFF of several pictures of one size."""
-    if (n := count_pictures(tif)) > 1:
+    if (n := _count_pictures(tif)) > 1:
         raise WsiFlError(
             f"{path.name}: a slide has one picture; this file holds {n} of one size (channels, focal planes or times); "
             "save the one that is meant as a file of its own"
@@ -93,7 +93,7 @@ def require_colors(path: Path, tif: TiffFile, size_px: tuple[int, int]) -> None:
 
 
 def _require_page_colors(path: Path, page: TiffPage) -> None:
-    if reason := describe_pixels(page):
+    if reason := _describe_pixels(page):
         raise WsiFlError(
             f"{path.name}: a slide has 8-bit colours; this picture is {reason}; save it as red, green and blue "
             "of 8 bits"
@@ -118,7 +118,7 @@ def _color_name(page: TiffPage) -> str:
     return _COLOR_NAMES.get(int(page.photometric)) or str(getattr(page.photometric, "name", page.photometric))
 
 
-def codec_name(page: TiffPage) -> str:
+def _codec_name(page: TiffPage) -> str:
     """Return the name of the codec of a picture's tiles."""
     return str(getattr(page.compression, "name", page.compression)).replace("_", " ")
 
@@ -136,7 +136,7 @@ def open_tiled_tiff(path: Path) -> PixelSource:
         tif = stack.enter_context(TiffFile(path))
         main = main_picture(tif)
         require_slide(path, tif)
-        codec = codec_name(main)
+        codec = _codec_name(main)
         is_rgb = main.samplesperpixel == 3 and main.photometric == _RGB
         is_jpeg = main.photometric == _YCBCR and main.compression in _JPEG
         if not (is_rgb or is_jpeg or (main.samplesperpixel == 1 and main.photometric == _GRAY)):
@@ -172,7 +172,7 @@ def _require_decoder(path: Path, page: TiffPage) -> None:
         is_read = False
     if not is_read:
         raise WsiFlError(
-            f"{path.name}: its tiles are packed by codec {codec_name(page)}, which no library here reads; save it as "
+            f"{path.name}: its tiles are packed by codec {_codec_name(page)}, which no library here reads; save it as "
             "red, green and blue in tiles of JPEG"
         )
 
