@@ -193,7 +193,7 @@ def test_other_settings_need_again_and_invalid_ones_are_named(study):
     refused(lambda: train_generator(study, site="S1", overrides=["ddpm.lr=0.1"]), "terms", "--again")
     for setting, words in (
         ("guidance=2.0", "class_dropout"),
-        ("sampling_steps=50", "20 steps"),
+        ("sampling_steps=50", "10 steps"),
         ("resolution=32", "16 px"),
         ("channels=[8,12]", "multiples of 8"),
     ):

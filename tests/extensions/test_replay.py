@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from shutil import copytree
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import open_store, pixels_digest, store_digest
 from wsi_fl.stages.training.build_sites import build_site
 from wsi_fl.stages.training.train import resume_run, train
+from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.copying_evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stages import buffers
@@ -61,14 +63,20 @@ def plant(study, site, *, seed=0, passed=True):
     write_sealed(folder.check_path, check | {"reasons": [] if passed else ["a planted reason"]})
 
 
-@pytest.fixture
-def study(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=3, extra=EXTRA)
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    study = make_study(tmp_path_factory.mktemp("replay") / "study", n_sites=3, extra=EXTRA)
     pipeline = study.root / "pipelines" / "small.toml"
     pipeline.write_text(pipeline.read_text().replace("[privacy]\n", "[privacy]\nenabled = false\n"))
     for k, site in enumerate(SITES):
         plant(study, site, seed=k)
     return study
+
+
+@pytest.fixture
+def study(planted, tmp_path):
+    """A copy of the study that tests may change."""
+    return Study(copytree(planted.root, tmp_path / "study"))
 
 
 def run(study, variant="replay", *overrides):
