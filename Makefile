@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.11: `make demo` and `make test`.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-WHEELS ?= .[mpi,flare,dossier]
+WHEELS ?= .[mpi,flare,dossier,view]
 OFFLINE := env -u PIP_FIND_LINKS -u PIP_INDEX_URL -u PIP_EXTRA_INDEX_URL PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
 .DEFAULT_GOAL := help
 

@@ -30,10 +30,10 @@ generator = "ddpm"
 [ddpm]
 resolution = 8
 channels = [8, 16]
-chain = 20
+chain = 10
 steps = 6
 batch_size = 4
-checkpoint_every = 3
+checkpoint_every = 6
 sampling_steps = 3
 samples_per_class = 5
 [train]

@@ -44,6 +44,7 @@ from wsi_fl.viewer import gallery as galleries
 from wsi_fl.viewer import server as servers
 from wsi_fl.viewer import site_layers
 from wsi_fl.viewer.build_gallery import build_gallery
+from wsi_fl.viewer.cli import view
 from wsi_fl.viewer.gallery import Exhibit, Gallery, Overlay
 from wsi_fl.viewer.server import ADDRESS, ViewServer
 from wsi_fl.viewer.site_layers import Prediction, patch_layer, value_layer
@@ -547,6 +548,13 @@ def test_the_command_prints_the_address_of_the_page_and_ends_quietly(predicted):
         process.kill()
         process.wait()
     assert (process.returncode, rest, said) == (0, "", "wsi-fl view: starting …\n")
+
+
+def test_a_missing_server_is_reported_with_the_extra_that_brings_it(predicted, monkeypatch):
+    monkeypatch.chdir(predicted[0].root)
+    monkeypatch.delitem(sys.modules, "wsi_fl.viewer.server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    refused(lambda: view(site="C1"), "pip install 'wsi-fl[view]'")
 
 
 looked_at = pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: nobody looks")

@@ -228,7 +228,7 @@ class GeneratorFolder:
         write_text(self.path / "metrics.jsonl", text)
 
 
-def everything_of(study: Study, site: str) -> Iterator[list[tuple[str, Callable[[], object]]]]:
+def list_generator_files(study: Study, site: str) -> Iterator[list[tuple[str, Callable[[], object]]]]:
     """Yield the files of each generator of a site for `check`, as its entry point `wsi_fl.checks`."""
     for kind in KINDS:
         folder = GeneratorFolder.find_folder(study, site, kind)

@@ -159,22 +159,14 @@ class TileReader:
         if level > pyramid.coarse_level or scale <= _MAX_REDUCTION * _downsample_for(slide, scale):
             with self._slots:
                 return _average_area(slide, scale, box, awaited)
-        coarse_pixels = self._coarse.get_or_make(str(slide.path), lambda: self._coarse_level(slide, pyramid, awaited))
-        factor = scale // pyramid.level_scale(pyramid.coarse_level)
+        coarse_scale = pyramid.level_scale(pyramid.coarse_level)
+
+        def average_slide() -> NDArray[np.uint8]:
+            with self._slots:
+                return _average_area(slide, coarse_scale, (0, 0, *pyramid.level_size(pyramid.coarse_level)), awaited)
+
+        coarse_pixels = self._coarse.get_or_make(str(slide.path), average_slide)
+        factor = scale // coarse_scale
         x, y, width, height = (extent * factor for extent in box)
         part = np.ascontiguousarray(coarse_pixels[y : y + height, x : x + width])
         return np.asarray(Image.fromarray(part).reduce(factor))
-
-    def _coarse_level(self, slide: Slide, pyramid: Pyramid, awaited: _Awaited) -> NDArray[np.uint8]:
-        """Return the coarse level, uint8[h, w, 3]."""
-        width, height = pyramid.level_size(pyramid.coarse_level)
-        out = np.empty((height, width, 3), np.uint8)
-        for row in range(-(-height // TILE_PX)):
-            for column in range(-(-width // TILE_PX)):
-                box = pyramid.box(pyramid.coarse_level, column, row)
-                assert box is not None
-                with self._slots:
-                    tile = _average_area(slide, pyramid.level_scale(pyramid.coarse_level), box, awaited)
-                x, y, across, down = box
-                out[y : y + down, x : x + across] = tile
-        return out

@@ -145,7 +145,8 @@ def ensure_images(
         store: of real patches of the same kind.
         site: the denoiser's site; `progress_name`: the name in progress reports.
     """
-    ddpm, sampling, shape = (pipeline.find_section(Ddpm), _read_sampling(pipeline.find_section(Ddpm)), denoiser.shape)
+    ddpm, shape = pipeline.find_section(Ddpm), denoiser.shape
+    sampling = _read_sampling(ddpm)
     labels = balance_labels(shape.n_classes, ddpm.samples_per_class)
     key = _compute_key(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.synthetic_path(key)
@@ -236,13 +237,14 @@ class _DdpmType(GeneratorType):
 KIND = _DdpmType()
 
 
-def is_current_check(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
+def is_current_check(check: Document | None, pipeline: Pipeline) -> bool:
     """Return whether a check used this pipeline's images."""
+    ddpm = pipeline.find_section(Ddpm)
     return (
         check is not None
-        and check["sampling"] == asdict(_read_sampling(pipeline.find_section(Ddpm)))
-        and check["images"]["per_class"] == pipeline.find_section(Ddpm).samples_per_class
-        and check["seed"] == pipeline.find_section(Ddpm).seed
+        and check["sampling"] == asdict(_read_sampling(ddpm))
+        and check["images"]["per_class"] == ddpm.samples_per_class
+        and check["seed"] == ddpm.seed
     )
 
 

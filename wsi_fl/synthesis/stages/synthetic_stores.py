@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -22,12 +22,27 @@ from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import dump_toml, validate_model
-from wsi_fl.synthesis.stages.generator_types import describe_outcome, load_kind
+from wsi_fl.synthesis.stages.generator_types import Document, describe_outcome, load_kind
 from wsi_fl.synthesis.training_state import balance_labels
 from wsi_fl.system.files import site_lock, write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
 _SLIDE = "synthetic"
+
+
+class SampleDocument(TypedDict):
+    """The `--json` document of `synthesize sample`."""
+
+    site: str
+    name: str
+    store: str
+    patches: int
+    classes: dict[str, int]
+    """Class → number of patches."""
+    generator: Document
+    """The provenance of the patches, with the result of the check."""
+    site_file: str | None
+    seconds: float
 
 
 def sample_generator(
@@ -40,7 +55,7 @@ def sample_generator(
     generator: str | None = None,
     as_site: bool = False,
     despite_failed_check: bool = False,
-) -> dict[str, Any]:
+) -> SampleDocument:
     """Write `stores/<name>/patches.h5` of synthetic patches, all of split train; return the `--json` document.
 
     Args:
@@ -62,16 +77,7 @@ def sample_generator(
     kind = load_kind(generator or ("ddpm" if no_gan else "gan"))
     folder, document = kind.require_trained(study, site)
     provenance = kind.build_provenance(folder, document) | {"seed": seed}
-    if provenance["check"] != "passed" and not despite_failed_check:
-        raise WsiFlError(
-            f"site {site}: no shareable set is written, the check of this generator was "
-            f"{describe_outcome(provenance)}. --despite-failed-check writes it all the same"
-        )
-    if as_site and source.real and not source.allows("generator"):
-        raise UsageError(
-            f"sites/{site}.toml is a real hospital: a site made of its generator would let others use it; add "
-            'allow = ["generator"] there if they may'
-        )
+    _require_permission(source, provenance, as_site=as_site, despite_failed_check=despite_failed_check)
     _require_free_name(study, name)
     store_facts, shape = document["store"], document["settings"]["shape"]
     grid = (store_facts["size_px"], store_facts["mpp"])
@@ -79,7 +85,7 @@ def sample_generator(
     labels = balance_labels(len(meta.classes), n_per_class)
     with site_lock(study.store_path(name).parent, name):
         images = transpose_images(kind.draw_images(folder, provenance, labels))
-        table = write_synthetic(study.store_path(name), meta, labels, images, shape["channels"])
+        write_synthetic(study.store_path(name), meta, labels, images, shape["channels"])
     if as_site:
         command = f"wsi-fl synthesize sample --site {site} --n-per-class {n_per_class}"
         header = f"# made by {command}; every patch is synthetic"
@@ -88,12 +94,25 @@ def sample_generator(
         "site": site,
         "name": name,
         "store": study.relative_path(study.store_path(name)),
-        "patches": len(table),
-        "classes": {c: int((table.label == k).sum()) for k, c in enumerate(meta.classes)},
+        "patches": len(labels),
+        "classes": dict.fromkeys(meta.classes, n_per_class),
         "generator": provenance,
         "site_file": study.relative_path(study.site_path(name)) if as_site else None,
         "seconds": time.perf_counter() - start_time,
     }
+
+
+def _require_permission(site: SiteFile, provenance: Document, *, as_site: bool, despite_failed_check: bool) -> None:
+    if provenance["check"] != "passed" and not despite_failed_check:
+        raise WsiFlError(
+            f"site {site.name}: no shareable set is written, the check of this generator was "
+            f"{describe_outcome(provenance)}. --despite-failed-check writes it all the same"
+        )
+    if as_site and site.real and not site.allows("generator"):
+        raise UsageError(
+            f"sites/{site.name}.toml is a real hospital: a site made of its generator would let others use it; add "
+            'allow = ["generator"] there if they may'
+        )
 
 
 def _require_free_name(study: Study, name: str) -> None:
@@ -106,7 +125,7 @@ def _require_free_name(study: Study, name: str) -> None:
         raise UsageError(f"sites/{name}.toml exists already; use another --name")
 
 
-def render_sample_lines(document: dict[str, Any]) -> Lines:
+def render_sample_lines(document: SampleDocument) -> Lines:
     """Yield the written store and the limits of its check."""
     generator = document["generator"]
     yield TextLine(f"{document['patches']} synthetic patches: {document['store']}")
@@ -117,8 +136,8 @@ def render_sample_lines(document: dict[str, Any]) -> Lines:
 
 def write_synthetic(
     path: Path, meta: StoreMeta, labels: NDArray[np.int64], pixels: Iterable[NDArray[np.uint8]], channels: int
-) -> PatchTable:
-    """Write a patch store of synthetic images, all of split train; return its table.
+) -> None:
+    """Write a patch store of synthetic images, all of split train.
 
     Args:
         pixels: batches uint8[b, h, h, channels], one image per label in order.
@@ -128,7 +147,7 @@ def write_synthetic(
     shard = path.parent / "slides" / f"{_SLIDE}.h5"
     shard_meta = ShardMeta(_SLIDE, _SLIDE, "train", meta.spec, "", source=meta.generator or "")
     write_shard(shard, shard_meta, table, pixels, channels=channels)
-    return write_columns(path, meta, [shard])
+    write_columns(path, meta, [shard])
 
 
 def transpose_images(batches: Iterable[torch.Tensor]) -> Iterator[NDArray[np.uint8]]:
