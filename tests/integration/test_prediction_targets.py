@@ -24,7 +24,8 @@ from wsi_fl.evidence.clinical_measures import describe_clinically
 from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.report.cross_site_section import render_coordinator
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site.site_data import open_data

@@ -14,12 +14,12 @@ from test_per_example_gradients import compare
 from torch.nn import functional
 from training_runs import answers, csv_rows, trained
 
+from wsi_fl.data.batches import load_batches
 from wsi_fl.data.cohort import (
     build_bag_examples,
     build_unlabelled_bags,
     concatenate_examples,
     find_allowed_classes,
-    load_batches,
     pack_bags,
     sample_patches,
 )

@@ -4,12 +4,14 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
+from wsi_fl.data.cohort import tabulate_truth
 from wsi_fl.data.prediction_table import _REJECTED_CLASS, PredictionTable, _decide_classes, score_voting_rules
 from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask
 from wsi_fl.runs.run_folder import RunFolder
@@ -32,7 +34,8 @@ def table_of(task, truth, outputs, **about):
         said = {m: one / one.sum(1, keepdims=True) for m, one in said.items()}
     names = np.array(['a, "b"\nc', "ünder 1%d", "plain", "plain"])[np.arange(n) % 4]
     part = np.array(["S1", "S0"])[np.arange(n) // 3 % 2]
-    return PredictionTable("S0", "proxy", part, names, names[::-1], truth, said, outputs, task, about)
+    obs = pd.DataFrame({"part": part, "slide": names, "patient": names[::-1], **about}).assign(**tabulate_truth(truth))
+    return PredictionTable("S0", "proxy", obs, said, outputs, task)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +55,8 @@ def test_a_written_table_reads_back(tmp_path, task, truth, outputs):
     for name in ("part", "slide", "patient"):
         assert getattr(found, name).tolist() == getattr(table, name).tolist()
     assert np.array_equal(found.model_predictions, table.model_predictions) and np.array_equal(found.truth, truth)
-    assert found.extra_columns["y_l0"].tolist() == ["0", "7", "14", "21", "28", "35"]
-    assert (len(found.local_rows), len(found.other_rows), [*found.group_by("part")]) == (3, 3, ["S1", "S0"])
+    assert found.obs["y_l0"].tolist() == ["0", "7", "14", "21", "28", "35"]
+    assert (len(found.local_rows), [*found.group_by("part")]) == (3, ["S1", "S0"])
     assert read_predictions(folder, NumberTask(0, 1) if task is CLASSES else CLASSES) is None
     assert (read_example_scores(folder, "own") is None) == (task is not CLASSES)
     assert read_predictions(SiteFolder(tmp_path / "S1"), task) is None
@@ -70,7 +73,6 @@ def test_an_empty_table_reads_back_empty_and_another_version_is_refused(tmp_path
 
 
 def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(pair):
-    pandas = pytest.importorskip("pandas")
     run = train(pair, method="proxyfl", overrides=["privacy.enabled=false", "train.rounds=1"], backend="local")
     document, folders = evaluate(pair, run["run"]), RunFolder(pair.find_run(run["run"]))
 
@@ -84,7 +86,7 @@ def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(pair):
         }
 
     for row in document["sites"]:
-        table = pandas.read_csv(folders.site_folder(row["site"]).path / "predictions.csv")
+        table = pd.read_csv(folders.site_folder(row["site"]).path / "predictions.csv")
         mine = table[table.selected]
         own = mine.part == row["site"]
         for rows, told in ((mine, row), (mine[own], row["own"]), (mine[~own], row["external"])):
@@ -188,7 +190,7 @@ DAMAGE = {
 def test_a_table_that_is_not_as_it_was_evaluated_is_refused(tmp_path, damage, sealed):
     """Length and digest are checked, or the contents for earlier versions, which kept neither."""
     table = table_of(CLASSES, np.array([0, 1, 1, 0, 1, 0]), ("healthy", "tumor"), x_l0=np.arange(6))
-    table = replace(table, slide=np.array([f"s{k}" for k in range(6)]), patient=np.array([*"abcdef"]))
+    table = replace(table, obs=table.obs.assign(slide=[f"s{k}" for k in range(6)], patient=[*"abcdef"]))
     folder = evaluate_table(tmp_path, CLASSES, table, sealed=sealed)
     path = folder.path / "predictions.csv"
     lines = path.read_text().splitlines()

@@ -42,7 +42,7 @@ def predict_classes(classes, n_classes=2):
 def examples(patients):
     n = len(patients)
     pixels = np.arange(n, dtype=np.uint8).reshape(n, 1, 1, 1)
-    return Cohort(lambda rows: pixels[rows], np.arange(n) % 2, np.full(n, "s"), np.array(patients))
+    return Cohort.from_columns(lambda rows: pixels[rows], np.arange(n) % 2, np.full(n, "s"), np.array(patients))
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.9])

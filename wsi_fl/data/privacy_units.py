@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.data.cohort import Cohort, Inputs, concatenate_examples, draw_epoch_rows, select_examples
+from wsi_fl.data.batches import draw_epoch_rows
+from wsi_fl.data.cohort import Cohort, Inputs, concatenate_examples
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class Canaries:
 
     def select_planted(self) -> Cohort:
         """Return the planted canaries, in order."""
-        return select_examples(self.examples, np.flatnonzero(self.included))
+        return self.examples[self.included]
 
 
 def toss_coins(m: int) -> tuple[int, NDArray[np.bool_]]:
@@ -260,9 +261,8 @@ def build_canaries(seed: int, included: NDArray[np.bool_], shape: Shape, n_class
     inputs = _draw_noise(stream, m, shape)
     names = np.array([f"canary {k}" for k in range(m)])
     allowed = np.ones((m, n_classes), bool) if isinstance(shape, Bags) else None
-    read = inputs.__getitem__
-    examples = Cohort(read, labels, names, names, allowed, show=lambda rows, _: read(rows))
-    return Canaries(seed, included, examples)
+    examples = Cohort.from_columns(inputs.__getitem__, labels, names, names, allowed)
+    return Canaries(seed, included, replace(examples, show=lambda rows, _: inputs[rows]))
 
 
 def _draw_noise(stream: CipherStream, m: int, shape: Shape) -> Inputs:

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from wsi_fl.data.cohort import Cohort, load_batches
+from wsi_fl.data.batches import load_batches
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.metrics import choose_classes
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits
 from wsi_fl.data.validation import COMMON

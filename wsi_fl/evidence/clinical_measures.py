@@ -217,7 +217,7 @@ def _group_of_patients(
     if by == "part":
         column = table.part
     elif by in table.extra_columns:
-        column = table.extra_columns[by]
+        column = table.obs[by].to_numpy(str)
     else:
         values: dict[tuple[str, str, str], str] = {}
         for name in sorted(set(table.part.tolist())):

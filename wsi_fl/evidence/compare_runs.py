@@ -13,8 +13,8 @@ from typing import Any
 from wsi_fl.federation.methods import LOCAL_METHOD, SHARED_HEAD
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import NestedProgress, Watcher
+from wsi_fl.stages.site.example_kind import find_example_kind
 from wsi_fl.stages.site.run_context import RunContext, find_method
-from wsi_fl.stages.site.site_data import find_example_kind
 from wsi_fl.stages.site.target_labels import describe_target
 from wsi_fl.stages.training.train import SeriesMember, train
 from wsi_fl.study.folder import Study, load_run_pipeline

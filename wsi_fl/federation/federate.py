@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from wsi_fl.data.cohort import Cohort, build_tensor, concatenate_examples, find_problem
+from wsi_fl.data.batches import build_tensor
+from wsi_fl.data.cohort import Cohort, concatenate_examples, find_problem
 from wsi_fl.data.metrics import fill_patient_names
 from wsi_fl.data.privacy_units import patient_units, row_units
 from wsi_fl.federation.comm import LocalComm

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.data.cohort import load_batches
+from wsi_fl.data.batches import load_batches
 from wsi_fl.data.privacy_units import TrainingSet, row_units
 from wsi_fl.data.validation import LOCAL
 from wsi_fl.federation.comm import Comm, Traffic

@@ -9,7 +9,7 @@ from typing import TypedDict
 import numpy as np
 import torch
 
-from wsi_fl.data.cohort import load_batches
+from wsi_fl.data.batches import load_batches
 from wsi_fl.data.validation import LOCAL
 from wsi_fl.federation import preflight
 from wsi_fl.federation.site_state import Site
