@@ -13,11 +13,11 @@ from test_oneshot import HEADS, rows_of
 from training_runs import of_site, trained
 
 from wsi_fl.data.metrics import _center_scores, find_operating_point
-from wsi_fl.data.validation import roles_of_choice
 from wsi_fl.learning.ensemble import (
     Ensemble,
     build_ensemble,
     gate_ensemble,
+    roles_of_choice,
     single_federated_ensemble,
     weight_by_sample_size,
 )

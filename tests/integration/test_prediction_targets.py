@@ -280,8 +280,8 @@ def test_a_bag_holds_all_slides_of_a_patient_or_a_single_slide(study):
         open_target_data(study, *NUMBER) as slides,
         open_target_data(study, *NUMBER, 'target.per="patient"') as patients,
     ):
-        assert (len(slides.table), len(patients.table)) == (2 * N, N)
-        assert patients.table.slide.tolist() == patients.table.patient.tolist()
+        assert (len(slides.cohort), len(patients.cohort)) == (2 * N, N)
+        assert patients.cohort.slide.tolist() == patients.cohort.patient.tolist()
         one = patients.load_examples("train")
         whole = one.read(np.array([0]))[0]
         rows = np.flatnonzero(slides.store.table.patient == one.patient[0])
@@ -289,7 +289,7 @@ def test_a_bag_holds_all_slides_of_a_patient_or_a_single_slide(study):
         np.testing.assert_array_equal(whole[:, :-1], bags)
         assert whole[:, -1].all() and one.task == NumberTask(0, 1) and one.label.dtype == np.float64
     with open_target_data(study, *SURVIVAL) as survival:
-        assert len(survival.table) == N and survival.table.label.shape == (N, 2)
+        assert len(survival.cohort) == N and survival.cohort.label.shape == (N, 2)
 
 
 def test_survival_is_trained_evaluated_and_plotted(survival_run):
@@ -397,14 +397,14 @@ def test_a_table_without_the_target_is_refused_in_one_line(study, target, change
 def test_placeholder_values_are_no_labels(study, target, column, word):
     edit(study, **{column: word})
     with open_target_data(study, *target) as data:
-        assert set(data.target_labels.excluded) <= {"S0_0_0", "S0_0_1"} and data.target_labels.excluded
+        assert set(data.cohort.patient) == {f"P{k}" for k in range(1, N)} and "S0_0_0" in data.remark
 
 
 def test_a_placeholder_value_is_a_class_where_the_target_names_it(study):
     path = study.root / "S0.csv"
     path.write_text(path.read_text().replace(",low,", ",-,").replace(",high,", ",+,"))
     with open_target_data(study, 'target.column="grade"', 'target.classes=["-", "+"]') as data:
-        assert len(data.table) == 2 * N and data.target_labels.excluded == ()
+        assert len(data.cohort) == 2 * N and not data.remark
 
 
 @pytest.mark.parametrize(
@@ -428,16 +428,16 @@ def test_patients_classes_and_columns_match_in_any_unicode_form(study):
     path.write_text(normalize("NFD", text), encoding="utf-8")
     named = [normalize(form, text) for form, text in (("NFC", 'target.column="Größe"'), ("NFD", '["süß", "säuer"]'))]
     with open_target_data(study, named[0], f"target.classes={named[1]}") as data:
-        assert len(data.table) == 2 * N and set(data.table.label.tolist()) == {0, 1}
+        assert len(data.cohort) == 2 * N and set(data.cohort.label.tolist()) == {0, 1}
 
 
 def test_the_value_that_a_refusal_names_is_accepted_in_both_proposed_places(study):
     edit(study, grade="Low")
     refused(lambda: open_target_data(study, *GRADE), "add it there, or to target.ignore")
     with open_target_data(study, *GRADE, 'target.ignore=["Low"]') as data:
-        assert len(data.table) == 2 * N - 2
+        assert len(data.cohort) == 2 * N - 2
     with open_target_data(study, *GRADE, 'target.classes=["low", "high", "Low"]') as data:
-        assert len(data.table) == 2 * N
+        assert len(data.cohort) == 2 * N
 
 
 def test_a_decimal_comma_is_refused_with_its_correction(study):
@@ -445,15 +445,15 @@ def test_a_decimal_comma_is_refused_with_its_correction(study):
     refused(lambda: open_target_data(study, *NUMBER), "burden = '0,25' is no number; write 0.25")
     edit(study, burden="0.25")
     with open_target_data(study, *NUMBER) as data:
-        assert data.table.label[0] == 0.25
+        assert data.cohort.label[0] == 0.25
 
 
 def test_slides_without_a_label_are_excluded_and_named(study, capsys):
     edit(study, burden="")
     with open_target_data(study, *NUMBER) as data:
-        assert len(data.table) == 2 * N - 2 and data.target_labels.excluded == ("S0_0_0", "S0_0_1")
+        assert len(data.cohort) == 2 * N - 2 and data.remark.endswith("left out: S0_0_0, S0_0_1")
     with open_target_data(study, *GRADE, 'target.ignore=["none"]') as data:
-        assert len(data.table) == 2 * N
+        assert len(data.cohort) == 2 * N
     trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = " ".join(capsys.readouterr().err.split())
     assert "site S0: 2 of 48 slides have no label in S0.csv and are left out: S0_0_0, S0_0_1" in said
@@ -537,10 +537,10 @@ def test_an_event_at_the_end_of_an_interval_is_before_it_whatever_the_unit(unit,
 def test_times_and_numbers_of_a_table_reach_the_score_with_all_their_digits(study):
     edit(study, months="1.1", burden="20240115.123456")
     with open_target_data(study, *SURVIVAL[:2], "target.intervals=[0.1, 1.1, 365.2501, 365.2502]") as data:
-        assert data.table.label.dtype == np.float64 and 1.1 in data.table.label[:, 0]
+        assert data.cohort.label.dtype == np.float64 and 1.1 in data.cohort.label[:, 0]
         assert len(set(data.classes)) == 4  # a column of predictions.csv each
     with open_target_data(study, NUMBER[0], "target.range=[0, 30000000]") as data:
-        assert 20240115.123456 in data.table.label
+        assert 20240115.123456 in data.cohort.label
     seconds = NumberTask(1.7e9, 1.7e9 + 1000)
     outputs, truth = torch.tensor([[0.5], [-1.0]]), torch.tensor([1.7e9 + 750, 1.7e9], dtype=torch.float64)
     assert seconds.compute_losses(outputs, truth).tolist() == [0, 0]
@@ -573,7 +573,7 @@ def test_a_real_site_excludes_unexpected_values_and_its_disclosed_n_is_unchanged
 
     def seen():
         with open_data(study, "S0", study.load_pipeline("q", target)) as data:
-            return data.remark, set(data.full_table.patient), data.list_eligible().patient.tolist()
+            return data.remark, set(data.full_cohort.patient), data.list_eligible().patient.tolist()
 
     make_real(study, "S0")
     _, everybody, counted = seen()

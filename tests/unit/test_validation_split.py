@@ -8,7 +8,8 @@ from conftest import edited, interrupted_after, metrics, refused
 from conftest import larger_study as make_study
 
 from wsi_fl.data.cohort import Cohort
-from wsi_fl.data.validation import HoldoutDraw, draw_held_out, select_model
+from wsi_fl.data.validation import HoldoutDraw, draw_held_out
+from wsi_fl.learning.ensemble import select_model
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.load_models import choose_ensemble, load_run_settings

@@ -101,7 +101,7 @@ class Cohort:
         slide: NDArray[np.str_],
         patient: NDArray[np.str_],
         allowed: NDArray[np.bool_] | None = None,
-        **columns: ArrayLike,
+        **columns: Any,
     ) -> Cohort:
         """Return the examples of a reader.
 
@@ -127,7 +127,7 @@ class Cohort:
         Raises:
             UsageError: for another shape, or another number of labels or patients than of examples.
         """
-        n, unknown, columns = len(x), np.full(len(x), ""), dict[str, ArrayLike]()
+        n, unknown, columns = len(x), np.full(len(x), ""), dict[str, Any]()
         if isinstance(x, np.ndarray):
             read = _convert_inputs(x).__getitem__
         else:
@@ -145,9 +145,11 @@ class Cohort:
         """Return all patches of a store, as pixels or as features; `group` makes bags of the latter."""
         from wsi_fl.stores.bag_store import BagStore
 
-        table, columns = store.table, dict[str, ArrayLike]()
+        columns: dict[str, Any] = {}
         if isinstance(store, BagStore):
-            table, columns = store.patch_table, {"tumor_type": _categorize(store.table.tumor_type[store.bag_of_patch])}
+            table, columns["tumor_type"] = store.patch_table, _categorize(store.table.tumor_type[store.bag_of_patch])
+        else:
+            table = store.table
         columns |= {"split": _categorize(table.split), "x_l0": table.xy_l0[:, 0], "y_l0": table.xy_l0[:, 1]}
         return Cohort.from_columns(store.read, table.label, table.slide, table.patient, **columns)
 
@@ -174,7 +176,7 @@ class Cohort:
         rows_by_group = np.split(np.argsort(codes, kind="stable"), ends)[: len(ends)]
         groups, first = self.obs.groupby(codes), np.array([rows[0] for rows in rows_by_group], np.int64)
         obs = self.obs[[*tabulate_truth(self.label)]].groupby(codes).max()
-        for name in {*_TEXTS} & {*self.obs}:
+        for name in (name for name in _TEXTS if name in self.obs):
             shared = groups[name].nunique().to_numpy() == 1
             obs[name] = _categorize(np.where(shared, read_names(self.obs[name].iloc[first]), ""))
         obs["slide"] = obs[by]  # of a patient: several
@@ -242,7 +244,8 @@ def tabulate_truth(truth: NDArray[Any]) -> dict[str, NDArray[Any]]:
 def read_names(column: pd.Series) -> NDArray[np.str_]:
     """Return the names str[n] in a column."""
     codes, names = pd.factorize(column)
-    return np.asarray(names, np.str_)[codes]
+    values: NDArray[np.str_] = np.asarray(names, np.str_)[codes]
+    return values
 
 
 def _categorize(names: NDArray[np.str_]) -> pd.Categorical:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from wsi_fl.learning.local_training import Batch
     from wsi_fl.privacy.cipher import CipherStream
     from wsi_fl.privacy.privacy_plan import PrivacyPlan
 
@@ -77,7 +76,7 @@ class PrivacyUnits:
 
     def attach_units(
         self, batches: Iterator[tuple[Tensor, Tensor]], rows: list[NDArray[np.int64]], device: torch.device
-    ) -> Iterator[Batch]:
+    ) -> Iterator[tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]]:
         """Yield the batches of these rows, where units are patients with the patient of each row."""
         if self.kind == "row":
             yield from batches

@@ -26,7 +26,7 @@ from wsi_fl.data.prediction_table import (
     tabulate_examples,
 )
 from wsi_fl.data.tasks import Task, score_predictions
-from wsi_fl.data.validation import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
+from wsi_fl.learning.ensemble import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
 from wsi_fl.learning.local_training import predict_examples, predict_with_models, replace_nonfinite
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.runs.run_folder import RunFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from wsi_fl.data.validation import LOCAL
+from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.report.formatting import (
     SCORES,
     SHORT_SCORES,

@@ -36,7 +36,8 @@ from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.example_kind import ExampleKind, find_example_kind
 from wsi_fl.stages.site.run_context import restore_study
-from wsi_fl.stages.site.site_data import list_slides, open_bags
+from wsi_fl.stages.site.site_data import open_bags
+from wsi_fl.stages.site.slide_files import list_slides
 from wsi_fl.stages.site.target_labels import build_task
 from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore
 from wsi_fl.study.folder import Study

@@ -141,7 +141,7 @@ def _parse_truth(cells: NDArray[np.str_], outputs: tuple[str, ...], task: Task) 
     if task.kind == "classes":
         if strange := set(cells[:, 0].tolist()) - set(outputs):
             raise ValueError(f"class {min(strange)!r}")
-        return pd.Index(outputs).get_indexer(cells[:, 0]).astype(np.int64)
+        return np.asarray(pd.Index(outputs).get_indexer(cells[:, 0]), np.int64)
     return cells.astype(np.float64).reshape(-1, *([2] if task.kind == "survival" else []))
 
 

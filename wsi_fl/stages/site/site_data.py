@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -25,103 +21,21 @@ from wsi_fl.data.validation import HoldoutDraw, assign_folds
 from wsi_fl.federation.preflight import ModelInputs
 from wsi_fl.runs.site_folder import PIXELS_KEY
 from wsi_fl.slides.patching.scan_copies import Scan
-from wsi_fl.slides.reading.probe import check_opens_safely
-from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.stages.site.example_kind import counts_patients, find_example_kind
 from wsi_fl.stages.site.holdout_secret import load_holdout_draw
+from wsi_fl.stages.site.slide_files import SlidePixels
 from wsi_fl.stages.site.target_labels import build_task, label_slides, list_classes, name_outputs
 from wsi_fl.stores.bag_store import BagMeta, BagStore
-from wsi_fl.stores.patch_store import PatchStore, SlideSource, SlideUnreadable
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.site_file import SiteFile
-from wsi_fl.system.file_names import compose_text, glob_paths
-from wsi_fl.system.machine import n_cores
-from wsi_fl.types import GridSpec, Shape, UsageError, WsiFlError
+from wsi_fl.types import Shape, UsageError, WsiFlError
 
-_MAX_OPEN_SLIDES = 16
-_MAX_THREADS = 8
 _ALTERNATIVES = {
     "slide": "train.example = 'patch'",
     "patient": "train.example = 'slide' and model.private = model.proxy = 'mean_head', or give a patient one label",
 }
 """Settings to use instead."""
-
-
-class _SlidePixels:
-    """Reader of a site's slides for `PatchStore`; a few stay open."""
-
-    def __init__(self, study: Study, site: str) -> None:
-        self._study, self._site = study, site
-        self._open: OrderedDict[str, Slide] = OrderedDict()
-        self._lock = Lock()
-
-    @cached_property
-    def _thread_pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(min(_MAX_THREADS, n_cores()))
-
-    def __call__(self, source: SlideSource, xy_l0: NDArray[np.int64], spec: GridSpec) -> NDArray[np.uint8]:
-        """Return the patches uint8[b, size_px, size_px, 3] at corners; SlideUnreadable where they cannot be read."""
-        out = np.empty((len(xy_l0), spec.size_px, spec.size_px, 3), np.uint8)
-        with self._lock:
-            try:
-                slide = self._open_slide(source)
-
-                def read_patch(row: int) -> None:
-                    x, y = (int(v) for v in xy_l0[row])
-                    slide.read((x, y), spec.size_px, spec.mpp, out[row], overlapping=False)
-
-                for _ in self._thread_pool.map(read_patch, range(len(xy_l0))):
-                    pass
-            except SlideUnreadable:
-                raise
-            except WsiFlError as error:
-                raise SlideUnreadable(str(error)) from None
-        return out
-
-    def _open_slide(self, source: SlideSource) -> Slide:
-        if source.slide not in self._open:
-            path, reader = self._find_slide(source), cast(Reader, source.reader)
-            check_opens_safely(path, source.mpp_override, reader)
-            slide = Slide(path, source.mpp_override, reader)
-            if slide.quickhash != source.quickhash:
-                slide.close()
-                raise SlideUnreadable(
-                    f"{slide.path}: not the slide that was tiled; run `wsi-fl tile --site {self._site}` again"
-                )
-            if len(self._open) >= _MAX_OPEN_SLIDES:
-                self._open.popitem(last=False)[1].close()
-            self._open[source.slide] = slide
-        self._open.move_to_end(source.slide)
-        return self._open[source.slide]
-
-    def _find_slide(self, source: SlideSource) -> Path:
-        """Return the slide's path at tiling, or its match among the slides of the site file."""
-        path = self._study.root / source.path
-        if path.exists():
-            return path
-        site = self._study.load_site(self._site)
-        name = compose_text(path.name)
-        candidates = (file for file in list_slides(self._study, site) if compose_text(file.name) == name)
-        if (moved_path := next(candidates, None)) is None:
-            raise SlideUnreadable(
-                f"{path}: the slide is gone, and slides in sites/{self._site}.toml matches no {path.name}"
-            )
-        return moved_path
-
-
-def resolve_patterns(study: Study, patterns: str | list[str] | None) -> tuple[str, ...]:
-    """Return the glob patterns of a site file's key, resolved; a [ or * in the study's path is escaped."""
-    escaped = Study(Path(glob.escape(str(study.root))))
-    return tuple(
-        str(escaped.resolve(pattern)) for pattern in ([patterns] if isinstance(patterns, str) else patterns or [])
-    )
-
-
-def list_slides(study: Study, site: SiteFile) -> Iterator[Path]:
-    """Yield the current matches of the patterns in `slides` of a site file."""
-    for pattern in resolve_patterns(study, site.slides):
-        yield from glob_paths(pattern)
 
 
 class EligibleRows(NamedTuple):
@@ -392,7 +306,7 @@ class SiteData:
 def open_store(study: Study, site: str) -> PatchStore:
     """Open the patch store of a site; WsiFlError for none, or another site's."""
     return _open_local(
-        study, site, study.store_path(site), "tile", lambda path: PatchStore(path, _SlidePixels(study, site))
+        study, site, study.store_path(site), "tile", lambda path: PatchStore(path, SlidePixels(study, site))
     )
 
 

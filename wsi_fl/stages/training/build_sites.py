@@ -20,10 +20,11 @@ from wsi_fl.data.batches import build_augmentation, draw_epoch_rows, load_batche
 from wsi_fl.data.cohort import Cohort, concatenate_examples, sample_patches
 from wsi_fl.data.metrics import Probabilities
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, build_canaries, toss_coins
-from wsi_fl.data.validation import COMMON, ENSEMBLE, LOCAL, draw_held_out, require_patient_names
+from wsi_fl.data.validation import draw_held_out, require_patient_names
 from wsi_fl.federation.methods import MakeLearner, Method
 from wsi_fl.federation.preflight import PreflightDocument, Setting
 from wsi_fl.federation.site_state import Schedule, Site
+from wsi_fl.learning.ensemble import COMMON, ENSEMBLE, LOCAL
 from wsi_fl.learning.local_training import (
     DPSettings,
     Learner,
