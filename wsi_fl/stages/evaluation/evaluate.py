@@ -15,22 +15,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.data.cohort import Cohort, concatenate_examples
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.cross_site_counts import CrossSiteScores
 from wsi_fl.data.metrics import mean_and_sd
-from wsi_fl.data.prediction_table import (
-    PredictionTable,
-    measure_predictions,
-    score_tumor_types,
-    score_voting_rules,
-    tabulate_examples,
-)
+from wsi_fl.data.prediction_table import PredictionTable, measure_predictions, score_tumor_types, tabulate_examples
 from wsi_fl.data.tasks import Task, score_predictions
 from wsi_fl.learning.ensemble import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
 from wsi_fl.learning.local_training import predict_examples, predict_with_models, replace_nonfinite
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.cross_site import load_cross_site_scores
+from wsi_fl.stages.evaluation.external_set import ExternalScores, Scores, evaluate_external, score_rules
 from wsi_fl.stages.evaluation.load_models import (
     TrainedModels,
     available_models,
@@ -44,9 +39,8 @@ from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import read_setting
-from wsi_fl.types import SPLITS, UsageError, WsiFlError
+from wsi_fl.types import WsiFlError
 
-_Scores = dict[str, float | None]
 _Spreads = dict[str, dict[str, float | None]]
 """Mean and sd by score."""
 
@@ -55,17 +49,7 @@ class _AggregatedScores(TypedDict):
     """Scores of the aggregated predictions of all sites by rule, and the rule of the run."""
 
     rule: str
-    rules: dict[str, _Scores]
-
-
-class _ExternalScores(TypedDict):
-    """Scores on sites without part in the run."""
-
-    sites: list[str]
-    n: int
-    rows: list[dict[str, object]]
-    aggregated: dict[str, _Scores] | None
-    left_out: dict[str, object] | None
+    rules: dict[str, Scores]
 
 
 class Evaluation(TypedDict):
@@ -83,7 +67,7 @@ class Evaluation(TypedDict):
     external: _Spreads | None
     models: dict[str, dict[str, _Spreads | None]]
     aggregated: _AggregatedScores | None
-    external_set: _ExternalScores | None
+    external_set: ExternalScores | None
     parts: dict[str, _Spreads] | None
     sites: list[dict[str, Any]]
     inference_sites: dict[str, Any] | None
@@ -128,8 +112,8 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
         rows.append(row)
         tables.append(table)
         watcher.update("evaluate", index + 1, len(finishers), site.name)
-    several = merged and len(rows) > 1
-    rules, external = _score_rules(context, finishers, tables), _evaluate_external(context, finishers)
+    several, part_names = merged and len(rows) > 1, rows[0]["parts"] if rows else ()
+    rules = score_rules(context, finishers, tables) if merged else None
     return {
         "run": context.study.relative_path(context.run.path),
         "method": context.name,
@@ -143,8 +127,8 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
         "external": _summarize_sites([row["external"] for row in rows], task) if several else None,
         "models": _summarize_models(rows, task, merged=merged),
         "aggregated": {"rule": read_setting(pipeline, "mpcpa.aggregate") or "mean", "rules": rules} if rules else None,
-        "external_set": external,
-        "parts": {name: _summarize_sites([row["parts"][name] for row in rows], task) for name in rows[0]["parts"]}
+        "external_set": evaluate_external(context, finishers),
+        "parts": {name: _summarize_sites([row["parts"][name] for row in rows], task) for name in part_names}
         if merged
         else None,
         "sites": rows,
@@ -164,20 +148,6 @@ def _require_examples(context: RunContext, parts: Mapping[str, Cohort], finisher
         raise WsiFlError(f"{context.run.name}: every site whose store is here dropped out and has no model")
 
 
-def _score_rules(
-    context: RunContext, sites: Sequence[SiteFile], tables: Sequence[PredictionTable]
-) -> dict[str, _Scores] | None:
-    """Return the scores of the sites' aggregated predictions for the same examples by rule; None for a single site.
-
-    A site weighs its training rows.
-    """
-    if len(tables) < 2 or tables[0].task.kind != "classes" or not context.may_merge:
-        return None
-    splits = [context.open_data(site.name).cohort.obs["split"] for site in sites]
-    weights = [float((split == "train").sum()) for split in splits]
-    return score_voting_rules([table.model_predictions for table in tables], tables[0].truth, weights)
-
-
 def _summarize_sites(parts: Sequence[Mapping[str, Any]], task: Task) -> _Spreads:
     """Return mean ± sd of every score; null where a site lacks it."""
     return {name: mean_and_sd([part[name] for part in parts]) for name in task.scores}
@@ -188,12 +158,10 @@ def _summarize_models(
 ) -> dict[str, dict[str, _Spreads | None]]:
     """Return mean ± sd of every score by available prediction model."""
     summaries: dict[str, dict[str, _Spreads | None]] = {}
-    for ensemble in (*MODEL_CHOICES, LOCAL, ENSEMBLE):
-        scores = [row["models"][ensemble] for row in rows if ensemble in row["models"]]
-        if scores:
-            merged_scores = _summarize_sites(scores, task) if merged else None
-            summaries[ensemble] = {
-                "merged": merged_scores,
+    for choice in (*MODEL_CHOICES, LOCAL, ENSEMBLE):
+        if scores := [row["models"][choice] for row in rows if choice in row["models"]]:
+            summaries[choice] = {
+                "merged": _summarize_sites(scores, task) if merged else None,
                 "internal": _summarize_sites([row["own"] for row in scores], task),
             }
     return summaries
@@ -277,12 +245,8 @@ def _noise_effect(
 
     None where the prediction model contains no one-shot global head with noise: noise in training cannot be redrawn.
     """
-    head = models.models.get("shared")
-    if not isinstance(head, SharedHead) or "shared" not in roles_of_choice(
-        models.ensemble, models.stack, models.models
-    ):
-        return None
-    if not head.is_noisy or not len(table):
+    head, roles = models.models.get("shared"), roles_of_choice(models.ensemble, models.stack, models.models)
+    if not isinstance(head, SharedHead) or "shared" not in roles or not head.is_noisy or not len(table):
         return None
     rng = np.random.default_rng(0)
     heads = [head.redraw_noise(rng).eval() for _ in range(NOISE_REDRAWS)]
@@ -343,53 +307,3 @@ def _predict_site(
     table = PredictionTable(site.name, models.ensemble, examples, predictions, data.classes, context.task)
     write_predictions(folder, table, has_truth=has_truth)
     return models, table
-
-
-def _evaluate_external(context: RunContext, sites: Sequence[SiteFile]) -> _ExternalScores | None:
-    """Return every site's scores on `evaluate.external` and the left-out site, and those of aggregated predictions.
-
-    None where both are missing.
-    """
-    left_out = context.pipeline.train.left_out
-    names = [name for name in context.pipeline.evaluate.external if name != left_out]
-    names += [] if left_out is None else [left_out]
-    if not names:
-        return None
-    first = context.open_data(sites[0].name)
-    parts = {name: _load_external_patches(context, name, first.classes) for name in names}
-    cohort, examples, tables = concatenate_examples([*parts.values()]), tabulate_examples(parts), []
-    for site in sites:
-        models = load_prediction_models(
-            context.run, context.pipeline, site, first.classes, first.shape, select_device()
-        )
-        with torch.no_grad():
-            predictions = {models.ensemble: models.predict(cohort)}
-        tables.append(PredictionTable(site.name, models.ensemble, examples, predictions, first.classes, cohort.task))
-    result: _ExternalScores = {
-        "sites": names,
-        "n": len(examples),
-        "rows": [{"site": table.site, **table.compute_scores()} for table in tables],
-        "aggregated": _score_rules(context, sites, tables),
-        "left_out": None,
-    }
-    if left_out is not None:
-        result["left_out"] = {
-            "site": left_out,
-            "store": context.open_data(left_out).digest(),
-            "rows": [{"site": table.site, **table[examples["part"] == left_out].compute_scores()} for table in tables],
-        }
-    return result
-
-
-def _load_external_patches(context: RunContext, name: str, classes: tuple[str, ...]) -> Cohort:
-    """Return all patches of an external site, whatever their split."""
-    site = context.study.load_site(name)
-    if name in context.names:
-        raise UsageError(f"evaluate.external: site {name} took part in the run")
-    if not site.allows("patches"):
-        raise UsageError(f'sites/{name}.toml: evaluate.external reads its patches; add allow = ["patches"] if it may')
-    data = context.open_data(name)
-    if (other_classes := data.classes) != classes:
-        raise UsageError(f"evaluate.external: site {name} has other classes, {', '.join(other_classes)}")
-    parts = [data.load_examples(split) for split in SPLITS]
-    return concatenate_examples([part for part in parts if len(part)])
