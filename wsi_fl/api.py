@@ -104,7 +104,7 @@ def examples(store: PatchStore | BagStore, split: str = "train") -> Cohort:
     from wsi_fl.data.cohort import Cohort
     from wsi_fl.stores.bag_store import BagStore
 
-    patches = Cohort.from_store(store)
+    patches = Cohort.read_store(store)
     rows = patches.group("slide") if isinstance(store, BagStore) else patches
     return rows[rows.obs["split"] == split]
 

@@ -186,7 +186,10 @@ def test_bags_of_slides_and_patients_are_those_of_their_patches_in_memory_or_not
     bags = make_unequal_bags()
     slide, features = np.repeat(list("abcd"), LENGTHS), np.concatenate(bags)
     patches = Cohort.from_columns(features.__getitem__, np.arange(13) % 3, slide, np.repeat(["P", "Q"], [4, 9]))
-    slides, patients = patches.group("slide").load(limit), patches.group("slide").group("patient").load(limit)
+    slides, patients = (
+        patches.group("slide").load_inputs(limit),
+        patches.group("slide").group("patient").load_inputs(limit),
+    )
     for rows in ([2, 0], [1], []):
         chosen = np.array(rows, np.int64)
         np.testing.assert_array_equal(slides.read(chosen), pack_bags([bags[k] for k in rows], D))

@@ -110,7 +110,7 @@ ENDS = SurvivalTask((1.0, 2.0))
 
 
 def ask(task, truth):
-    return Cohort.from_arrays(X).with_truth(truth, task)
+    return Cohort.from_arrays(X).set_truth(truth, task)
 
 
 @pytest.mark.parametrize(

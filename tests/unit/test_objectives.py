@@ -182,10 +182,10 @@ def test_poisson_epochs_have_the_planned_steps_and_rate():
 @pytest.mark.parametrize("factor", [1, 2, 4])
 def test_resizing_takes_the_mean_over_areas(factor):
     pixels = pixels_of(5, 16)
-    small = examples_of(pixels).resize(16 // factor).read(np.array([3, 0]))
+    small = examples_of(pixels).resize_images(16 // factor).read(np.array([3, 0]))
     wanted = pixels[[3, 0]].reshape(2, 16 // factor, factor, 16 // factor, factor, 3).mean((2, 4))
     assert small.dtype == np.uint8 and np.abs(small - wanted).max() <= 0.5
-    assert examples_of(pixels).resize(4).read(np.empty(0, np.int64)).shape[0] == 0
+    assert examples_of(pixels).resize_images(4).read(np.empty(0, np.int64)).shape[0] == 0
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any), st.integers(0, 99))

@@ -53,7 +53,7 @@ def test_a_written_table_reads_back(tmp_path, task, truth, outputs):
     found = read_predictions(folder, task)
     assert (found.site, found.model, found.outputs, set(found.predictions)) == ("S0", "proxy", outputs, {"proxy"})
     for name in ("part", "slide", "patient"):
-        assert getattr(found, name).tolist() == getattr(table, name).tolist()
+        assert found.obs[name].tolist() == table.obs[name].tolist()
     assert np.array_equal(found.model_predictions, table.model_predictions) and np.array_equal(found.truth, truth)
     assert found.obs["y_l0"].tolist() == ["0", "7", "14", "21", "28", "35"]
     assert (len(found.local_rows), [*found.group_by("part")]) == (3, ["S1", "S0"])

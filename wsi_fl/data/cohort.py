@@ -110,7 +110,7 @@ class Cohort:
             slide, patient: str[n].
             columns: further columns of `obs`, [n].
         """
-        names = {"slide": _categorize(slide), "patient": _categorize(patient)}
+        names = {"slide": _encode_names(slide), "patient": _encode_names(patient)}
         return Cohort(pd.DataFrame(names | tabulate_truth(label) | columns), read, allowed)
 
     @staticmethod
@@ -141,23 +141,23 @@ class Cohort:
         return Cohort.from_columns(read, labels, unknown, names, **columns)
 
     @staticmethod
-    def from_store(store: PatchStore | BagStore) -> Cohort:
+    def read_store(store: PatchStore | BagStore) -> Cohort:
         """Return all patches of a store, as pixels or as features; `group` makes bags of the latter."""
         from wsi_fl.stores.bag_store import BagStore
 
         columns: dict[str, Any] = {}
         if isinstance(store, BagStore):
-            table, columns["tumor_type"] = store.patch_table, _categorize(store.table.tumor_type[store.bag_of_patch])
+            table, columns["tumor_type"] = store.patch_table, _encode_names(store.table.tumor_type[store.bag_of_patch])
         else:
             table = store.table
-        columns |= {"split": _categorize(table.split), "x_l0": table.xy_l0[:, 0], "y_l0": table.xy_l0[:, 1]}
+        columns |= {"split": _encode_names(table.split), "x_l0": table.xy_l0[:, 0], "y_l0": table.xy_l0[:, 1]}
         return Cohort.from_columns(store.read, table.label, table.slide, table.patient, **columns)
 
-    def assign(self, **columns: ArrayLike) -> Cohort:
+    def assign_columns(self, **columns: ArrayLike) -> Cohort:
         """Return the same examples with other values in columns of `obs`."""
         return replace(self, obs=self.obs.assign(**columns))
 
-    def with_truth(self, truth: NDArray[Any], task: Task) -> Cohort:
+    def set_truth(self, truth: NDArray[Any], task: Task) -> Cohort:
         """Return the same examples with the truth of another task."""
         obs = self.obs.drop(columns=[*TRUTH_COLUMNS], errors="ignore")
         return replace(self, obs=obs.assign(**tabulate_truth(truth)), task=task)
@@ -178,7 +178,7 @@ class Cohort:
         obs = self.obs[[*tabulate_truth(self.label)]].groupby(codes).max()
         for name in (name for name in _TEXTS if name in self.obs):
             shared = groups[name].nunique().to_numpy() == 1
-            obs[name] = _categorize(np.where(shared, read_names(self.obs[name].iloc[first]), ""))
+            obs[name] = _encode_names(np.where(shared, read_names(self.obs[name].iloc[first]), ""))
         obs["slide"] = obs[by]  # of a patient: several
         slides, width = pd.factorize(self.obs["slide"])[0], self.read(np.zeros(0, np.int64)).shape[-1] - self.is_bags
 
@@ -204,11 +204,11 @@ class Cohort:
         inputs = self.read(rows)
         return inputs[inputs[:, :, -1] > 0, :-1] if self.is_bags else inputs
 
-    def resize(self, size_px: int) -> Cohort:
+    def resize_images(self, size_px: int) -> Cohort:
         """Return the same images at size_px × size_px."""
         return replace(self, read=lambda rows: downsample_pixels(self.read(rows), size_px))
 
-    def load(self, limit_bytes: int = IN_MEMORY_BYTES) -> Cohort:
+    def load_inputs(self, limit_bytes: int = IN_MEMORY_BYTES) -> Cohort:
         """Return the same examples, read now and kept in memory if they fit in `limit_bytes`; bags with `at_once`."""
         if not len(self):
             return self
@@ -248,7 +248,7 @@ def read_names(column: pd.Series) -> NDArray[np.str_]:
     return values
 
 
-def _categorize(names: NDArray[np.str_]) -> pd.Categorical:
+def _encode_names(names: NDArray[np.str_]) -> pd.Categorical:
     """Return names as categories, fast and small where equal ones lie together, as those of a slide's patches."""
     starts = np.flatnonzero(np.r_[True, names[1:] != names[:-1]][: len(names)])
     categories, codes = np.unique(names[starts], return_inverse=True)

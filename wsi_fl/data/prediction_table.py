@@ -60,16 +60,6 @@ class PredictionTable:
         return replace(self, obs=self.obs.iloc[chosen].reset_index(drop=True), predictions=predictions)
 
     @property
-    def part(self) -> Names:
-        """str[n]."""
-        return read_names(self.obs["part"])
-
-    @property
-    def slide(self) -> Names:
-        """str[n]."""
-        return read_names(self.obs["slide"])
-
-    @property
     def patient(self) -> Names:
         """str[n]."""
         return read_names(self.obs["patient"])
@@ -105,7 +95,11 @@ class PredictionTable:
 
     def qualify_names(self, names: Names) -> Names:
         """Return names of slides or patients, str[n], made unique across sites."""
-        return names if self.obs["part"].nunique() < 2 else np.char.add(np.char.add(self.part, "/"), names)
+        return (
+            names
+            if self.obs["part"].nunique() < 2
+            else np.char.add(np.char.add(read_names(self.obs["part"]), "/"), names)
+        )
 
 
 def tabulate_examples(parts: Mapping[str, Cohort]) -> pd.DataFrame:
@@ -145,7 +139,10 @@ def measure_predictions(
     patient, slide_scores = table.qualify_names(table.patient), None
     if with_slides and table.task.kind == "classes":
         slides = aggregate_slides(
-            table.model_predictions, table.truth, table.qualify_names(table.slide), threshold=threshold
+            table.model_predictions,
+            table.truth,
+            table.qualify_names(read_names(table.obs["slide"])),
+            threshold=threshold,
         )
         if slides:
             slide_scores = summarize_scores(slides[0], slides[1], patient[slides[2]]) | {"threshold": threshold}

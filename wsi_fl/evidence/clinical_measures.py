@@ -194,7 +194,7 @@ def _describe_site(
         }
     return {
         "site": name,
-        "on": "merged" if (table.part != name).any() else "own",
+        "on": "merged" if (table.obs["part"] != name).any() else "own",
         "model": table.model,
         "unit": "patient" if all(table.patient) else "example",
         "any_counts": patients.any_counts,
@@ -214,16 +214,14 @@ def _group_of_patients(
     study: Study, site: SiteFile, table: PredictionTable, patients: PatientPredictions, by: str
 ) -> Names:
     """Return the subgroup of each patient, that of the first example; "" where unknown."""
-    if by == "part":
-        column = table.part
-    elif by in table.extra_columns:
+    if by in ("part", *table.extra_columns):
         column = table.obs[by].to_numpy(str)
     else:
         values: dict[tuple[str, str, str], str] = {}
-        for name in sorted(set(table.part.tolist())):
+        for name in sorted(set(table.obs["part"])):
             owner = site if name == site.name else study.load_site(name)
             values |= {(name, *key): value for key, value in read_column(study, owner, by).items()}
-        examples = zip(table.part.tolist(), table.slide.tolist(), table.patient.tolist(), strict=True)
+        examples = table.obs[["part", "slide", "patient"]].itertuples(index=False)
         column = np.array([
             values.get((part, "slide", slide), values.get((part, "patient", patient), ""))
             for part, slide, patient in examples

@@ -182,13 +182,13 @@ def _evaluate_site(
     )
     noise, own_noise = _noise_effect(models, parts, table) or (None, None)
     local, other = table.local_rows, table[table.obs["part"] != table.site]
-    own, merged = measure(local) | {"noise": own_noise}, len(parts) > 1
+    local_scores, merged = measure(local) | {"noise": own_noise}, len(parts) > 1
     row = {
         "site": site.name,
         "model": table.model,
         "predictions": compute_seal(folder),
-        **(measure(table) | {"noise": noise} if merged else own),
-        "own": own,
+        **(measure(table) | {"noise": noise} if merged else local_scores),
+        "own": local_scores,
         "external": other.compute_scores() | {"tumor_types": score_tumor_types(other)} if merged else None,
         "parts": {name: part.compute_scores() for name, part in table.group_by("part").items()},
         "models": {

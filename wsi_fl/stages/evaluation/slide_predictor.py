@@ -323,7 +323,7 @@ class Predictor:
 
         def predict_rows(rows: NDArray[Any] | Sequence[NDArray[np.float32]]) -> _Floats:
             possible = np.tile(allowed, (len(rows), 1)) if task.kind == "classes" else None
-            return self.models.predict(replace(Cohort.from_arrays(rows).load(), allowed=possible, task=task))
+            return self.models.predict(replace(Cohort.from_arrays(rows).load_inputs(), allowed=possible, task=task))
 
         with torch.inference_mode():
             slide_values, patch_values = predict_rows(slide_rows)[0], predict_rows(patch_rows)

@@ -77,7 +77,7 @@ class SiteData:
 
     @cached_property
     def _patches(self) -> Cohort:
-        return Cohort.from_store(self.store)
+        return Cohort.read_store(self.store)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ class SiteData:
         patches, level = self._patches, self.kind.example
         if self.kind.is_images:
             input_px = self.pipeline.train.input_px
-            return patches.resize(input_px) if input_px else patches
+            return patches.resize_images(input_px) if input_px else patches
         if self.labelled is not None:
             is_slide = self.pipeline.target.example_level == "slide"
             cohort = self.labelled if is_slide else self.labelled.group("patient", means=level == "patient")
@@ -115,7 +115,7 @@ class SiteData:
             cohort = patches.group(level, means=level == "patient")
         if not self.receives:
             return cohort
-        return cohort.with_truth(np.zeros_like(cohort.label), self.task).assign(split="test")
+        return cohort.set_truth(np.zeros_like(cohort.label), self.task).assign_columns(split="test")
 
     def _require_names(self, level: str) -> None:
         names = self._patches.obs[level]
@@ -177,7 +177,7 @@ class SiteData:
             )
         except UsageError as error:
             raise UsageError(f"site {self.site}: {error}") from None
-        return cohort.assign(split=np.where(fold == train.fold - 1, "test", "train"))
+        return cohort.assign_columns(split=np.where(fold == train.fold - 1, "test", "train"))
 
     def list_eligible(self) -> EligibleRows:
         """Return the rows that may be trained on, before a fold or validation patients are held out.
@@ -203,7 +203,7 @@ class SiteData:
     def load_examples(self, split: str) -> Cohort:
         """Return the examples of a split, in memory where they fit."""
         examples = self.cohort[self.cohort.obs["split"] == split]
-        examples = replace(examples, allowed=self._find_allowed(examples)).load()
+        examples = replace(examples, allowed=self._find_allowed(examples)).load_inputs()
         if isinstance(self.store, PatchStore):
             self.store.close_shards()  # a process may hold the stores of hundreds of sites
         return examples
@@ -288,7 +288,7 @@ class SiteData:
         if not study.store_path(self.site).exists():
             return
         with open_store(study, self.site) as patch_store:
-            patches, meta = Cohort.from_store(patch_store).obs, patch_store.meta
+            patches, meta = Cohort.read_store(patch_store).obs, patch_store.meta
         same_meta = (meta.spec, meta.classes) == (store.meta.spec, store.meta.classes)
         if not (same_meta and patches.equals(self._patches.obs[[*patches]])):
             raise UsageError(
@@ -384,9 +384,9 @@ def _hash_columns(content: NDArray[Any], truth: NDArray[Any], *names: NDArray[np
 
 def load_patches(store: PatchStore, split: str, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES) -> Cohort:
     """Return the patches of a split of a store, reduced to input_px, in memory where they fit."""
-    patches = Cohort.from_store(store)
+    patches = Cohort.read_store(store)
     chosen = patches[patches.obs["split"] == split]
-    return (chosen.resize(input_px) if input_px else chosen).load(in_memory_bytes)
+    return (chosen.resize_images(input_px) if input_px else chosen).load_inputs(in_memory_bytes)
 
 
 def open_data(study: Study, site: str, pipeline: Pipeline) -> SiteData:

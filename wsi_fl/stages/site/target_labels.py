@@ -124,7 +124,7 @@ def label_slides(study: Study, site: SiteFile, target: TargetSettings, slides: C
             f"{path}: has a label for [target] for none of the {len(slides)} slides of site {site.name}: {why}"
         )
     truth = np.array([values[row] for row in rows], np.int64 if target.classes else np.float64)
-    labelled = slides[rows].with_truth(truth, build_task(target)).assign(tumor_type="", row=rows)
+    labelled = slides[rows].set_truth(truth, build_task(target)).assign_columns(tumor_type="", row=rows)
     if target.example_level == "patient":
         _require_one_truth(labelled, path)
     return labelled, _describe_excluded(site, slides, rows, path.name, problems)

@@ -229,7 +229,7 @@ def load_training(context: RunContext, name: str) -> TrainingPart:
     for site in context.names:  # patients of different sites are distinct, even with equal names
         data, n = context.open_data(site), sum(map(len, patients))
         part, eligible = _load_examples(data), data.list_eligible()
-        parts.append(part.assign(patient=_prefix_patients(site, part.patient)))
+        parts.append(part.assign_columns(patient=_prefix_patients(site, part.patient)))
         patients.append(_prefix_patients(site, eligible.patient))
         places.append(n + eligible.training)
     units = build_units(context.pipeline, np.concatenate(patients), name)

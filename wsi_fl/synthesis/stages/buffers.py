@@ -72,7 +72,7 @@ def _draw_buffer(context: RunContext, data: SiteData, shape: BufferShape, index:
     provenance |= {"seed": seed}
     images = np.concatenate(list(transpose_images(GAN.draw_images(folder, provenance, labels))))
     names = np.full(len(labels), "synthetic")
-    examples = Cohort.from_columns(images.__getitem__, labels, names, names).resize(shape.size_px)
+    examples = Cohort.from_columns(images.__getitem__, labels, names, names).resize_images(shape.size_px)
     return Buffer(shape, shape.pack_samples(examples.read(np.arange(len(labels))), labels), provenance)
 
 
