@@ -93,13 +93,10 @@ class PredictionTable:
         """Return n and every score of a model, by default of the site's prediction model."""
         return score_predictions(self.predictions[model or self.model], self.truth, self.task)
 
-    def qualify_names(self, names: Names) -> Names:
-        """Return names of slides or patients, str[n], made unique across sites."""
-        return (
-            names
-            if self.obs["part"].nunique() < 2
-            else np.char.add(np.char.add(read_names(self.obs["part"]), "/"), names)
-        )
+    def qualify_names(self, column: str) -> Names:
+        """Return the names of slides or patients, str[n], made unique across sites."""
+        part, names = read_names(self.obs["part"]), read_names(self.obs[column])
+        return names if (part == part[:1]).all() else np.char.add(np.char.add(part, "/"), names)
 
 
 def tabulate_examples(parts: Mapping[str, Cohort]) -> pd.DataFrame:
@@ -136,13 +133,10 @@ def measure_predictions(
             }
         return summary
 
-    patient, slide_scores = table.qualify_names(table.patient), None
+    patient, slide_scores = table.qualify_names("patient"), None
     if with_slides and table.task.kind == "classes":
         slides = aggregate_slides(
-            table.model_predictions,
-            table.truth,
-            table.qualify_names(read_names(table.obs["slide"])),
-            threshold=threshold,
+            table.model_predictions, table.truth, table.qualify_names("slide"), threshold=threshold
         )
         if slides:
             slide_scores = summarize_scores(slides[0], slides[1], patient[slides[2]]) | {"threshold": threshold}

@@ -206,7 +206,7 @@ def _describe_site(
 def _group_by_patient(table: PredictionTable) -> PatientPredictions:
     """Return predictions by patient; an example without a known patient is one of its own."""
     rows = np.char.add("row ", np.arange(len(table)).astype(str))
-    patient_names = np.where(table.patient == "", rows, table.qualify_names(table.patient))
+    patient_names = np.where(table.patient == "", rows, table.qualify_names("patient"))
     return measures.aggregate_patients(table.model_predictions, table.truth, patient_names)
 
 
@@ -230,7 +230,7 @@ def _group_of_patients(
         raise UsageError(f"--by {by}: no table of the sites has a slide or patient of this test set")
     if len(set(column.tolist())) > _MAX_GROUPS:
         raise UsageError(f"--by {by}: has more than {_MAX_GROUPS} values; group them in a column of their own")
-    patient_names = table.qualify_names(table.patient)
+    patient_names = table.qualify_names("patient")
     first = dict(zip(patient_names[::-1].tolist(), column[::-1].tolist(), strict=True))
     return np.array([str(first.get(name, "")) for name in patients.name.tolist()])
 
