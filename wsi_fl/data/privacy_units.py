@@ -227,7 +227,7 @@ class Canaries:
     """Meaningless examples, each planted among the training rows of a site by a fair coin.
 
     The success of distinguishing planted ones from the others by a trained model bounds its ε from below
-    (`privacy/attacks.py`). They are noise with a random label: a model has information on one only from itself.
+    (`evidence/attacks.py`). They are noise with a random label: a model has information on one only from itself.
 
     Attributes:
         seed: of their pixels or features and their labels.
