@@ -100,7 +100,7 @@ def said_alone(head: FittedHead, rows: Rows) -> Floats:
 @lru_cache
 def plan_of(method: str, n: int, epsilon: float) -> BudgetProposal:
     """Return the noise for so many rows."""
-    if METHODS[method].is_oneshot:
+    if METHODS[method].payload.is_single_release:
         return list_proposals(n, 1, epsilon, DELTA)[0]
     return propose_plan(n, ROUNDS, epsilon, DELTA)
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ from typing_extensions import is_typeddict
 
 from wsi_fl.federation import message, topology
 from wsi_fl.federation.documents import decode_document, encode_document
-from wsi_fl.federation.exchange import _find_distance_problem as too_far
 from wsi_fl.federation.exchange import _find_problem as problem_of_model
 from wsi_fl.federation.membership import MembershipReply, ResumeState, build_membership, find_first_round
+from wsi_fl.federation.payload import ModelPayload
 from wsi_fl.federation.preflight import PreflightDocument, compare_sites
 from wsi_fl.federation.site_state import BufferShape
 from wsi_fl.federation.topology import parse_graph
@@ -38,11 +39,11 @@ LONGEST = 500
 MODULES = (
     "federation.preflight",
     "federation.membership",
-    "federation.secure_aggregation",
+    "oneshot.secure_aggregation",
     "federation.cross_site_evaluation",
     "hospitals.trust.sealed_messages",
     "hospitals.work.client",
-    "stages.training.sync_statistics",
+    "oneshot.sync_statistics",
     "stages.training.ranks",
     "stages.training.resume",
 )
@@ -262,12 +263,18 @@ def fuzz_messages(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -
         problem = SHAPE.find_problem(np.asarray(arrived.vector, np.uint8))
     else:
         with np.errstate(all="ignore"):
-            problem = problem_of_model(arrived, SCHEMA, N_SITES) or too_far(arrived, np.ones(size, np.float32), ())
+            problem = problem_of_model(arrived, SCHEMA, N_SITES) or too_far(arrived, np.ones(size, np.float32))
     if problem:
         raise WsiFlError(problem)
     if not images:
         assert np.isfinite(arrived.vector).all() and 0 < arrived.weight <= N_SITES + 1e-6
     return arrived
+
+
+def too_far(message, local_vector):
+    """Return why a model lies too far from the local one."""
+    learner = SimpleNamespace(parameter_vector=lambda: local_vector)
+    return ModelPayload().find_problem(message, None, learner, (), is_single=True)
 
 
 def _release(values: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
-from types import UnionType
+from types import FunctionType, UnionType
 from typing import Any, Generic, TypeVar
 
 from wsi_fl.types import WsiFlError, single_line
@@ -78,6 +78,12 @@ class PluginTable(Mapping[str, _T], Generic[_T]):
 
     def __len__(self) -> int:
         return len(self.builtin) + len(self._find_plugins())
+
+
+PAYLOAD_MODELS: PluginTable[FunctionType] = PluginTable("wsi_fl.payload_models", {}, FunctionType)
+"""Builders (n_classes, shape, *options) of models that are computed as a method's payload instead of being trained.
+
+The name of such a model is its key here and its options, with colons between."""
 
 
 def plugin_versions() -> dict[str, str]:

@@ -90,7 +90,7 @@ def interrupted(study, *cuts, method="proxyfl", overrides=()):
 ACCOUNTED = {
     name
     for name, row in METHODS.items()
-    if not (row.bare_disclosures or row.is_oneshot or row.learns_from == "everybody")
+    if not (row.bare_disclosures or row.payload.is_single_release or row.learns_from == "everybody")
 }
 
 

@@ -15,7 +15,9 @@ from wsi_fl.system.files import read_lines
 from wsi_fl.types import UsageError
 
 SEEDED = "privacy.insecure_seed=1"
-ACCOUNTED = [name for name, method in METHODS.items() if not (method.bare_disclosures or method.is_oneshot)]
+ACCOUNTED = [
+    name for name, method in METHODS.items() if not (method.bare_disclosures or method.payload.is_single_release)
+]
 
 
 def run(study, method, *overrides):

@@ -14,7 +14,7 @@ from training_runs import trained
 
 import wsi_fl
 from wsi_fl.models import create_model
-from wsi_fl.models.export_formats import DownsamplingModel, strip_local_statistics, write_onnx, write_torchscript
+from wsi_fl.models.export_formats import DownsamplingModel, write_onnx, write_torchscript
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.runs.run_folder import RunFolder
@@ -63,7 +63,7 @@ def test_a_model_file_holds_no_trace_of_where_it_was_made(tmp_path, of, write):
         pytest.importorskip("onnxscript")
     name, shape = CASES.get(of, CASES["vectors"])
     if of == "shared":
-        model = strip_local_statistics(SharedHead(2, 8))
+        model = SharedHead(2, 8).solve_released_head()
     elif of == "reduced":
         model, shape = (
             DownsamplingModel(create_model("lenet5", n_classes=2, shape=Images(3, 16), seed=0), 16),

@@ -14,11 +14,10 @@ from file_changes import edit, make_real, site_file
 from scipy.stats import chisquare, kstest
 
 from wsi_fl.evidence.audit_run import audit_run
-from wsi_fl.federation import exchange
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.federation.message import Message
 from wsi_fl.oneshot import discrete_noise, secure_aggregation
 from wsi_fl.oneshot.class_statistics import NoisyStatistics
+from wsi_fl.oneshot.payload import StatisticsPayload, find_range_problem
 from wsi_fl.oneshot.shared_head import _PATIENT_CLIP, SharedHead
 from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
@@ -349,12 +348,12 @@ def test_a_resumed_run_sends_the_same_statistics_again(study):
 
 
 def test_refused_statistics_do_not_enter_the_head(study, monkeypatch):
-    real = exchange._find_range_problem
+    real = StatisticsPayload.find_problem
 
-    def judged(message, *how, **more):
-        return "spoilt" if message.sender == 1 else real(message, *how, **more)
+    def judged(payload, message, *how, **more):
+        return "spoilt" if message.sender == 1 else real(payload, message, *how, **more)
 
-    monkeypatch.setattr(exchange, "_find_range_problem", judged)
+    monkeypatch.setattr(StatisticsPayload, "find_problem", judged)
     run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
     one, other = (head_of(run, name) for name in ("S0", "S2"))
     torch.testing.assert_close(one.sum_of_other_sites(), other.released, rtol=1e-4, atol=1e-4)
@@ -365,10 +364,9 @@ def test_refused_statistics_do_not_enter_the_head(study, monkeypatch):
 @pytest.mark.parametrize(("variance", "noisy"), [(-1.0, False), (-1.0, True), (0.0, True)])
 def test_class_statistics_must_state_their_noise(variance, noisy):
     vector = np.array([3.0, 1.0, variance, 4.0], np.float32)
-    message = Message(1, 0, 1, "sums", vector, 1.0)
-    assert f"variance of {variance:.3g}" in exchange._find_range_problem(message, 2, is_noisy=noisy)
+    assert f"variance of {variance:.3g}" in find_range_problem(vector, 2, is_noisy=noisy)
     vector[-2] = 0.1
-    assert exchange._find_range_problem(message, 2, is_noisy=noisy) == ""
+    assert find_range_problem(vector, 2, is_noisy=noisy) == ""
 
 
 def test_a_real_hospital_is_charged_for_life_and_a_dry_run_is_free(study):

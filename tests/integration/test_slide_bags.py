@@ -220,7 +220,9 @@ def test_a_class_that_the_tumour_type_excludes_has_probability_zero():
 def test_methods_train_on_slides(bags, method):
     summary = trained(bags, method)
     n = 2 * 8 if METHODS[method].learns_from == "everybody" else 8
-    spent = Mechanism(1.4, 1.0, 1.0, 1) if METHODS[method].is_oneshot else plan_mechanism(n, 4, 2, 1.4, 0.7)
+    spent = (
+        Mechanism(1.4, 1.0, 1.0, 1) if METHODS[method].payload.is_single_release else plan_mechanism(n, 4, 2, 1.4, 0.7)
+    )
     for row in summary["sites"]:
         assert row["n_train"] == n
         assert row["epsilon"] == pytest.approx(epsilon([spent], 1e-5), abs=1e-6)

@@ -16,9 +16,10 @@ from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask
 from wsi_fl.evidence.audit_run import audit_run
 from wsi_fl.hospitals.plans.disclosures import list_disclosures
 from wsi_fl.learning.ensemble import Ensemble, is_worse_than_local
-from wsi_fl.learning.local_training import DPSettings, Learner, compute_statistics
+from wsi_fl.learning.local_training import DPSettings, Learner
 from wsi_fl.learning.tuning import fit_linear_head
 from wsi_fl.oneshot.class_statistics import NoisyStatistics, explain_invalid_statistics
+from wsi_fl.oneshot.payload import StatisticsPayload, compute_statistics
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.oneshot.shared_head import SharedHead, _hazard_baseline, _number_baseline
 from wsi_fl.privacy.cipher import CipherStream
@@ -158,7 +159,15 @@ def test_a_patient_changes_the_statistics_by_at_most_one_for_any_number_of_rows(
 @EACH
 def test_released_statistics_have_noise_in_every_number(task):
     (x, truth), head, dp = rows_of(task, 40, 0), empty(task), DPSettings(50.0, 1.0, 40)
-    learner = Learner(head, lr=1.0, weight_decay=0.0, device=torch.device("cpu"), dp=dp, task=task)
+    learner = Learner(
+        head,
+        lr=1.0,
+        weight_decay=0.0,
+        device=torch.device("cpu"),
+        dp=dp,
+        task=task,
+        build_trainer=StatisticsPayload().build_trainer,
+    )
     batch, drawn = (torch.from_numpy(x), torch.from_numpy(truth)), []
     for _ in range(40):
         compute_statistics(learner, batch, CipherStream.from_entropy())

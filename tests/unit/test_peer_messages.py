@@ -14,7 +14,7 @@ from test_communication import run_ranks
 
 from wsi_fl.federation.comm import PeerTimeout
 from wsi_fl.federation.documents import MAX_BYTES, ProtocolError, check_length, decode_document
-from wsi_fl.federation.exchange import _find_distance_problem, _find_problem
+from wsi_fl.federation.exchange import _find_problem
 from wsi_fl.federation.membership import ResumeState
 from wsi_fl.federation.message import Message
 from wsi_fl.federation.preflight import PreflightDocument, compare_sites
@@ -175,7 +175,7 @@ def test_a_private_limit_is_not_disclosed_in_a_reportable_error(known, words):
 def test_a_model_without_weight_or_values_is_no_model():
     nothing = Message(1, 0, 1, "aa", np.zeros(4, np.float32), 1e-60)
     assert _find_problem(nothing, "aa", 4) == ""
-    assert "lies nan from" in _find_distance_problem(nothing, np.ones(4, np.float32), ())
+    assert "lies nan from" in fuzz_peers.too_far(nothing, np.ones(4, np.float32))
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import FunctionType
 from typing import Annotated, Any
 
@@ -12,66 +11,73 @@ from typer.core import TyperGroup
 
 from wsi_fl import __version__
 from wsi_fl.cli import prepare, training
-from wsi_fl.cli.options import Json, announce_start, print_document
+from wsi_fl.cli.options import ExtraCommand, Json, announce_start, print_document
 from wsi_fl.plugins import PluginTable
 
 
-class _CommandGroup(TyperGroup):
-    """The commands below, and those of the entry points `wsi_fl.commands`: a function, or a `typer.Typer` with several.
+class CommandGroup(TyperGroup):
+    """The commands below, and those of the entry points `wsi_fl.commands`: a function, a `typer.Typer` with several, or
+    an `ExtraCommand`, which says its group in the help.
 
     A package is imported for --help and for its own commands.
     """
 
+    def list_groups(self) -> dict[str, list[str]]:
+        """Return the names of all commands by the groups of the help, the hidden ones included."""
+        groups = {title: [*names, *MORE.get(title, ())] for title, names in GROUPS.items()}
+        for name in self._load_table():
+            if name not in self.commands:
+                groups.setdefault(self._load_extra(name).group, []).append(name)
+        return groups
+
     def list_commands(self, ctx: Any) -> list[str]:
-        order = [name for names in (*GROUPS.values(), *MORE.values()) for name in names]
-        return sorted(self._load_table(), key=lambda name: [*order, name].index(name))
+        names = [name for names in self.list_groups().values() for name in names]
+        return [*names, *(name for name in self.commands if name not in names)]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the groups; commands of other packages stand in the last one."""
-        listed = self.list_commands(ctx)
-        grouped_names = {name for names in (*GROUPS.values(), *MORE.values()) for name in names}
-        others = [name for name in listed if name not in grouped_names and not self.get_command(ctx, name).hidden]
-        for title, names in {**GROUPS, "Other packages": others}.items():
-            rows = [(name, self.get_command(ctx, name).get_short_help_str(200)) for name in names if name in listed]
+        """Write the groups with the commands that are shown."""
+        for title, names in self.list_groups().items():
+            commands = {name: self.get_command(ctx, name) for name in names}
+            rows = [(name, shown.get_short_help_str(200)) for name, shown in commands.items() if not shown.hidden]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        plugin = self._load_table().get(cmd_name)
-        if not isinstance(plugin, _PLUGIN_TYPES):
-            return plugin
+        if cmd_name in self.commands or cmd_name not in self._load_table():
+            return self.commands.get(cmd_name)
+        extra = self._load_extra(cmd_name)
         program = typer.Typer(add_completion=False, rich_markup_mode=None)
-        if isinstance(plugin, typer.Typer):
-            program.add_typer(plugin, name=cmd_name)
+        if isinstance(extra.run, typer.Typer):
+            program.add_typer(extra.run, name=cmd_name, hidden=extra.is_hidden)
         else:
-            program.command(cmd_name)(plugin)
+            program.command(cmd_name, hidden=extra.is_hidden)(extra.run)
         return typer.main.get_group(program).commands[cmd_name]
 
     def _load_table(self) -> PluginTable[Any]:
-        return PluginTable("wsi_fl.commands", self.commands, _PLUGIN_TYPES)
+        return PluginTable("wsi_fl.commands", self.commands, typer.Typer | FunctionType | ExtraCommand)
 
+    def _load_extra(self, name: str) -> ExtraCommand:
+        command = self._load_table()[name]
+        return command if isinstance(command, ExtraCommand) else ExtraCommand(command)
 
-_PLUGIN_TYPES = typer.Typer | FunctionType
 
 GROUPS = {
-    "Start": ("demo", "doctor", "init", "config"),
+    "Start": ("doctor", "init", "config"),
     "Prepare": ("tile", "features", "import"),
-    "Train": ("train", "privacy", "synthesize"),
-    "Results": ("evaluate", "predict", "view", "compare", "report", "export"),
-    "Between hospitals": ("federation",),
+    "Train": ("train", "privacy"),
+    "Results": ("evaluate", "predict", "compare", "report", "export"),
 }
-"""The commands that --help shows, by group; docs/reference/commands.md has the same groups."""
+"""The core's commands that --help shows, by group; docs/reference/commands.md has the same groups."""
 MORE = {
     "Start": ("bench",),
-    "Prepare": ("mosaic", "projection", "check", "encoders", "partition", "pack"),
-    "Train": ("statistics",),
+    "Prepare": ("mosaic", "check", "encoders", "partition", "pack"),
     "Results": ("clinical", "plan-size", "audit"),
 }
 """Those that work and are not shown, as docs/reference/commands.md lists them in its groups."""
 
 app = typer.Typer(
-    cls=_CommandGroup,
+    cls=CommandGroup,
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -96,15 +102,6 @@ def _print_help(
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
-
-
-def start_demo(
-    out: Annotated[Path, Option(help="Folder for the study.")] = Path("wsi-fl-demo"), as_json: Json = False
-) -> None:
-    """Simulate four hospitals' slides, tile, train local and federated models, and report each hospital's benefit."""
-    from wsi_fl.demo.run import render_demo_lines, run_demo
-
-    print_document(run_demo(out), as_json, render_demo_lines)
 
 
 def check_machine(as_json: Json = False) -> None:
@@ -133,7 +130,6 @@ _QUICK_COMMANDS = (prepare.create_study, training.plan_size, training.plan_priva
 """Commands that start at once; all others take longer than a second to import."""
 
 _COMMANDS: dict[str, Any] = {
-    "demo": start_demo,
     "doctor": check_machine,
     "init": prepare.create_study,
     "config": show_config,
@@ -142,7 +138,6 @@ _COMMANDS: dict[str, Any] = {
     "features": prepare.encode_features,
     "import": prepare.import_features,
     "mosaic": prepare.encode_mosaics,
-    "projection": prepare.compute_projection,
     "check": prepare.verify_stores,
     "encoders": prepare.show_encoders,
     "partition": prepare.divide_images,
@@ -150,7 +145,6 @@ _COMMANDS: dict[str, Any] = {
     "export": training.export_files,
     "train": training.train,
     "privacy": training.plan_privacy,
-    "statistics": training.release_statistics,
     "evaluate": training.evaluate,
     "predict": training.predict,
     "compare": training.compare_runs,

@@ -8,9 +8,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
-from typer import Argument, Option
+from typer import Argument, Option, Typer
 
 from wsi_fl.system.machine import count_ranks, is_first_rank
 from wsi_fl.types import UsageError, WsiFlError, make_printable
@@ -44,6 +45,21 @@ SiteGpus = Annotated[
     str | None, Option("--gpus", metavar="0,1,…", help="GPUs that the sites' ranks share in turn. Default: all.")
 ]
 Run = Annotated[str, Argument(help="A run: its folder, name or number.")]
+
+
+@dataclass(frozen=True)
+class ExtraCommand:
+    """A command that another package adds (entry point `wsi_fl.commands`), and its place in the help.
+
+    Attributes:
+        run: the command, or a `typer.Typer` with several.
+        group: its heading in `wsi-fl --help`.
+        is_hidden: whether it works and is not shown there.
+    """
+
+    run: Typer | Callable[..., None]
+    group: str = "Other packages"
+    is_hidden: bool = False
 
 
 def find_study() -> Study:

@@ -113,54 +113,6 @@ def encode_features(
     run_work("features", partial(make_features, study, **scope), as_json, render_feature_lines)
 
 
-def compute_projection(
-    sources: Annotated[
-        list[Path],
-        Option(
-            "--from",
-            metavar="PATH",
-            help="A public reference slide, picture or feature store, or a folder of these. Repeatable.",
-        ),
-    ],
-    out: Annotated[Path, Option(help="The file to write.")] = Path("projection.safetensors"),
-    n: Annotated[
-        int | None, Option("--dimensions", min=2, max=1024, help="How many. Default: 32, or as suits --rows.")
-    ] = None,
-    rows: Annotated[
-        int | None, Option(min=1, help="Approximate number of rows of all hospitals: choose the dimensions for these.")
-    ] = None,
-    hospitals: Annotated[int, Option(min=1, help="With --rows: number of releasing hospitals.")] = 4,
-    epsilon: Annotated[float, Option(min=1e-3, max=1e3, help="With --rows: ε of each release.")] = 1.0,
-    shared: Annotated[bool, Option("--shared", help="With --rows: distributed noise (privacy.noise).")] = False,
-    mpp: Annotated[float | None, Option(help="µm per pixel of pictures without a resolution.")] = None,
-    public: Annotated[
-        bool, Option("--public", help="These sources are public, though they name a site or patients.")
-    ] = False,
-    pipeline: Pipeline = None,
-    overrides: Set = None,
-    as_json: Json = False,
-) -> None:
-    """Compute the projection of features for `oneshot` from public reference slides."""
-    study = find_study()
-    if n is not None and rows is not None:
-        raise UsageError("--dimensions and --rows exclude each other")
-    from wsi_fl.oneshot.build_projection import ExpectedStatistics, build_projection, render_projection_lines
-
-    work = partial(
-        build_projection,
-        study,
-        sources,
-        out=out,
-        pipeline_name=pipeline,
-        overrides=overrides or [],
-        n_dimensions=n,
-        statistics=None if rows is None else ExpectedStatistics(rows, hospitals, epsilon, shared),
-        mpp=mpp,
-        public=public,
-    )
-    run_work("projection", work, as_json, render_projection_lines)
-
-
 def verify_stores(
     site: Annotated[str | None, Option(help="The site of the stores.")] = None,
     all_sites: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,6 @@ from wsi_fl.cli.options import (
     Set,
     SiteGpus,
     find_study,
-    parse_sites,
     print_document,
     run_work,
     take_gpus,
@@ -31,24 +29,6 @@ if TYPE_CHECKING:
     from wsi_fl.stages.runtime.console import Watcher
     from wsi_fl.stages.training.summary import Summary
     from wsi_fl.stages.training.train import SeriesSummary
-
-
-def release_statistics(
-    site: Annotated[str | None, Option(help="The site whose class statistics to release.")] = None,
-    all_sites: Annotated[bool, Option("--all", help="Every site of the pipeline.")] = False,
-    repeat: Annotated[
-        bool, Option("--again", help="Compute and release them once more, at the same cost in ε.")
-    ] = False,
-    pipeline: Pipeline = None,
-    overrides: Set = None,
-    as_json: Json = False,
-) -> None:
-    """Release noisy class statistics of a site's features for one-shot global heads."""
-    scope = parse_sites("statistics", site, all_sites, pipeline, overrides)
-    study = find_study()
-    from wsi_fl.oneshot.release_statistics import release_lines, release_statistics
-
-    print_document(release_statistics(study, repeat=repeat, **scope), as_json, release_lines)
 
 
 class MethodHelpCommand(TyperCommand):
@@ -79,7 +59,7 @@ def train(
         list[str] | None, Option(metavar="SITE", help="With --resume: go on without this site. Repeatable.")
     ] = None,
     baselines: Annotated[
-        bool, Option("--baselines", help="Beside mpcpa also local, all original, all generated and FedAvg, in a table.")
+        bool, Option("--baselines", help="Also the baselines of the method's paper, in a table (mpcpa).")
     ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")] = False,
     gpus: SiteGpus = None,
@@ -94,8 +74,10 @@ def train(
         raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
     is_series = seeds is not None or folds is not None or leave_site_out
     row = METHODS.get(method) if baselines else None
-    if baselines and (row is None or not row.baselines or resume is not None or is_series or dry_run):
-        raise UsageError(f"--baselines belongs to --method {list_names(lambda row: bool(row.baselines))}, alone")
+    if baselines and (row is None or not row.load_baselines or resume is not None or is_series or dry_run):
+        raise UsageError(
+            f"--baselines belongs to --method {list_names(lambda row: row.load_baselines is not None)}, alone"
+        )
     study = find_study()
     take_gpus(gpus, ranks=False)
     fold_override = [] if folds is None else [f"train.folds={folds}"]
@@ -114,11 +96,10 @@ def train(
         cost = run_cost.dry_run(study, **options, backend=backend)
         print_document(cost, as_json, run_cost.plan_lines)
         return
-    if row is not None:
+    if row is not None and row.load_baselines is not None:
         options.pop("method")
-        baseline_module = import_module(row.baselines)
-        work = partial(baseline_module.run_baselines, study, **options, backend=backend)
-        run_work("train", work, as_json, baseline_module.render_baseline_lines)
+        run_baselines, render_baseline_lines = row.load_baselines()
+        run_work("train", partial(run_baselines, study, **options, backend=backend), as_json, render_baseline_lines)
         return
 
     def run_training(watcher: Watcher) -> Summary | SeriesSummary:

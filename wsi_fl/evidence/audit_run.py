@@ -24,6 +24,7 @@ from wsi_fl.federation.methods import Method
 from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.learning.local_training import example_losses, predict_examples
 from wsi_fl.oneshot.class_statistics import NoisyStatistics, explain_invalid_statistics, head_excluding_site
+from wsi_fl.oneshot.released_statistics import statistics_of
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.report.formatting import format_number
@@ -109,7 +110,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> AuditDocument:
         "tested": attacks.describe_tests(tests, _CONFIDENCE) if tests else None,
         "adjacency": attacks.ADJACENCY,
         "sites": rows,
-        "influence": _measure_influence(context, audited_sites) if context.method.is_oneshot else [],
+        "influence": _measure_influence(context, audited_sites) if context.method.payload.is_single_release else [],
         "may_plant": not context.pipeline.audit.canaries and _can_plant_canaries(context),
     }
 
@@ -158,7 +159,9 @@ def _audit_site(context: RunContext, index: int, *, merged: bool, level: float) 
         row["membership"] = _attack_membership(model, members, others, pipeline.evaluate.bootstrap)
         row["canaries"] = _score_canaries(model, planted, upper, account["delta"], level) if planted else None
         rows.append(row)
-    released_statistics = context.method.is_oneshot and (not context.uses_files or name in context.statistics)
+    released_statistics = context.method.payload.is_single_release and (
+        not context.uses_files or name in context.statistics
+    )
     return {
         "site": name,
         **{key: account[key] for key in ("epsilon", "delta", "guarantee", "unit")},
@@ -277,7 +280,7 @@ def _measure_exposure(context: RunContext, name: str) -> dict[str, object]:
     units, folder, stream = all_units.drop_empty(), context.run.site_folder(name), CipherStream.from_entropy()
     sigma = (folder.read_document("plan") or {}).get("sigma", 0.0)
     if context.uses_files:
-        sigma = context.statistics[name].header.sigma
+        sigma = statistics_of(context)[name].header.sigma
     mechanism = NoisyStatistics(sigma, 1.0, units.n, units.kind)
     parts = _unit_statistics(
         _load_head(context, name), mechanism, train, units, units.draw_rows(np.arange(units.n), stream)
@@ -360,8 +363,10 @@ def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[
     statistics: Mapping[str, Tensor] = {name: site_head.released.clone() for name, site_head in heads.items()}
     n_units = {row["site"]: row["n_units"] for row in (context.run.read_summary() or {})["sites"]}
     if context.uses_files:
-        n_units = {name: release.header.n for name, release in context.statistics.items()}
-        statistics = {name: torch.from_numpy(release.vector).double() for name, release in context.statistics.items()}
+        n_units = {name: release.header.n for name, release in statistics_of(context).items()}
+        statistics = {
+            name: torch.from_numpy(release.vector).double() for name, release in statistics_of(context).items()
+        }
     head.clear_local_statistics()
     tests = [examples for name in site_names if len(examples := context.open_data(name).test_examples)]
     weights, classes = head.solve_head()[0], _predict_classes(head, tests)

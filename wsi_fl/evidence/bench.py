@@ -254,7 +254,7 @@ def _train_federated(parts: Sequence[FeatureTable], job: _TrainingJob) -> list[S
     method, unit = METHODS[job.method], _process_state["unit"]
     n_units = min(len(np.unique(part.patient)) if unit == "patient" else len(part.y) for part in parts)
     rounds, lr = job.hyperparameters
-    if method.is_oneshot:
+    if method.payload.is_single_release:
         batch_size, sigma = n_units, find_sigma(job.epsilon, 1.0, 1, DELTA)
     else:
         plan = propose_plan(n_units, rounds, job.epsilon, DELTA)
@@ -351,7 +351,7 @@ def run_benchmark(
     facts = {"rows": len(table.y), "width": table.x.shape[1], "unit": unit, "classes": [*table.classes]}
     results = _load_valid_results(out, facts, methods, progress)
     middle = sorted(epsilons)[len(epsilons) // 2]
-    in_rounds = [name for name in methods if not METHODS[name].is_oneshot]
+    in_rounds = [name for name in methods if not METHODS[name].payload.is_single_release]
     tuning = [
         _TrainingJob(m, middle, c, _TUNING_SEED, hyperparameters)
         for m in in_rounds

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.federation.methods import LOCAL_METHOD, SHARED_HEAD
+from wsi_fl.federation.methods import LOCAL_METHOD
+from wsi_fl.plugins import PAYLOAD_MODELS
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import NestedProgress, Watcher
 from wsi_fl.stages.site.example_kind import find_example_kind
@@ -311,8 +312,8 @@ def is_baseline(run: FinishedRun, first: FinishedRun) -> bool:
 def _baseline_pipeline(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline of the local baseline: tuned on the site's patients, without DP and canaries."""
     model = pipeline.model
-    shared = model.proxy.startswith(SHARED_HEAD)  # a head of all sites, which a local baseline does not have
-    proxy = model.private if shared else model.proxy
+    is_payload = model.proxy.split(":")[0] in PAYLOAD_MODELS  # of all sites, which a local baseline does not have
+    proxy = model.private if is_payload else model.proxy
     local_pipeline = pipeline.replace_keys(model={"proxy": proxy}, privacy={"enabled": False}, train={"tune": True})
     return local_pipeline.model_copy(update={"audit": AuditSettings()})
 

@@ -7,7 +7,6 @@ ledger. Of training patients only releases are used (post-processing), so ε doe
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import time
@@ -18,7 +17,6 @@ from typing import Annotated
 import numpy as np
 import torch
 from pydantic import Field
-from torch import nn
 from typing_extensions import TypedDict
 
 from wsi_fl.data.cross_site_counts import (
@@ -40,27 +38,7 @@ from wsi_fl.federation.push_sum import PushSum, Vector
 from wsi_fl.federation.site_state import Site, release_once
 from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
 from wsi_fl.models import schema_digest
-from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.ledger_file import SCORES, Release, digest_values
-
-
-def _build_released_model(model: nn.Module, vector: Vector, *, is_single: bool) -> nn.Module:
-    """Return a copy of a model with released parameters float32[d] and without the private state of its site.
-
-    They are a single site's release (`is_single`) or the mean of all, which a one-shot global head distinguishes.
-    """
-    released_model = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
-    if isinstance(released_model, SharedHead):
-        released_model.clear_local_statistics()
-        if is_single:
-            released_model.n_sites.fill_(1)
-    parameters = [p for p in released_model.parameters() if p.requires_grad]
-    with torch.no_grad():
-        parts = torch.split(torch.from_numpy(np.array(vector)), [p.numel() for p in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.copy_(part.view_as(parameter))
-    return released_model.eval()
-
 
 _MAX_EXTRA_ROUNDS = 1 << 16
 """Most rounds of a ledger after the last training round: each attempt at secure aggregation takes one."""
@@ -273,9 +251,8 @@ class CrossSiteScoring:
         examples = site.tests.get("own")
         if examples is None or index not in models:
             return empty_counts(len(self.classes))
-        model = _build_released_model(
-            site.mixing_learner(self.method).model, models[index], is_single=index is not None
-        )
+        travelling_model = site.mixing_learner(self.method).model
+        model = self.method.payload.build_released_model(travelling_model, models[index], is_single=index is not None)
         with torch.no_grad():
             predictions = predict_examples(model, examples, site.device, alive=lambda: self.report_alive(site))
         return count_predictions(replace_nonfinite(predictions, examples), examples.label, examples.patient)
@@ -311,7 +288,7 @@ class CrossSiteScoring:
 
     def _build_scores(self, plan: _ScoringPlan, parts: Mapping[int, Sequence[PredictionCounts]]) -> CrossSiteCounts:
         """Return the counts of all hospitals, under the site names of this study."""
-        common_name = "shared" if self.method.is_oneshot else "central"
+        common_name = "shared" if self.method.payload.is_single_release else "central"
         models = [common_name if k is None else self.names[k] for k in plan.models]
         return {
             "classes": list(plan.classes),

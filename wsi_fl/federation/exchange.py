@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from statistics import median
 
 import numpy as np
-import torch
 
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.message import BYTES, Message, Outgoing
 from wsi_fl.federation.methods import Method
-from wsi_fl.federation.push_sum import PushSum, Vector, mix_states
+from wsi_fl.federation.payload import message_state
+from wsi_fl.federation.push_sum import PushSum, mix_states
 from wsi_fl.federation.site_state import BufferShape, Flat, Site
 from wsi_fl.federation.topology import Matrix, list_receivers, list_senders
 from wsi_fl.models import schema_digest
-from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
 from wsi_fl.privacy.ledger_file import Release
 
-_MAX_DISTANCE_RATIO = 10.0  # accepted distance from the local model, in units of the usual distance
-_DISTANCE_HISTORY, _MIN_DISTANCES = 20, 5
-_MAX_ROWS = 1 << 30  # more rows than any sum has
+_DISTANCE_HISTORY = 20
 
 
 def exchange_models(
@@ -67,38 +63,30 @@ def _mix_messages(
 ) -> PushSum:
     """Return a site's state after a hop, and log rejected messages.
 
-    A rejected message counts as the receiver's own state, rejected class statistics as empty ones. Messages are of a
-    single sender (`is_single`) or mixtures.
+    A rejected message counts as the payload says, by default as the receiver's own state. Messages are of a single
+    sender (`is_single`) or mixtures.
     """
-    learner = site.mixing_learner(method)
+    learner, payload = site.mixing_learner(method), method.payload
     local_vector = learner.parameter_vector()
     agreed_schema = schema_digest(learner.model)
     local_share, accepted = float(matrix[site.index, site.index]), []
     for message in messages:
         is_returning = site.index in returning or message.sender in returning
         distances = () if is_returning else site.distances
-        problem = _find_problem(message, agreed_schema, n_sites) or (
-            (
-                _find_range_problem(
-                    message, site.global_head(method).shape[0], is_noisy=bool(site.plan and site.plan.sigma)
-                )
-                or _find_statistics_problem(message, site, method, is_single=is_single)
-            )
-            if method.is_oneshot
-            else _find_distance_problem(message, local_vector, distances)
-        )
-        if problem:
+        problem = _find_problem(message, agreed_schema, n_sites)
+        if problem := problem or payload.find_problem(message, site, learner, distances, is_single=is_single):
             missing = float(matrix[site.index, message.sender])
-            if method.is_oneshot:
-                accepted.append(PushSum(np.zeros_like(local_vector), missing))
-            else:
+            if (replacement := payload.replace_rejected(local_vector, missing)) is None:
                 local_share += missing
+            else:
+                accepted.append(replacement)
             site.rejected.append(f"site {message.sender}: {problem}")
             site.folder.log(f"round {message.round}: rejected the model from site {message.sender}: {problem}")
-        else:
-            accepted.append(_message_state(message))
-            if not is_returning:
-                site.distances = [*site.distances, _compute_distance(accepted[-1], local_vector)][-_DISTANCE_HISTORY:]
+            continue
+        accepted.append(message_state(message))
+        if not is_returning:
+            distance = float(np.linalg.norm(accepted[-1].z - local_vector))
+            site.distances = [*site.distances, distance][-_DISTANCE_HISTORY:]
     return mix_states(site.push or PushSum(np.zeros_like(local_vector), 0.0), local_share, accepted)
 
 
@@ -115,51 +103,12 @@ def _find_problem(message: Message, agreed_schema: str, n_sites: int) -> str:
     return ""
 
 
-def _find_range_problem(message: Message, n_columns: int, *, is_noisy: bool) -> str:
-    """Return why numbers cannot be sums of rows of norm at most 1 with variances of noise, or ""."""
-    largest, variance = float(np.abs(message.vector).max(initial=0)), float(message.vector[-n_columns:].min())
-    if variance < 0 or (is_noisy and variance == 0):
-        return f"its noise has a variance of {variance:.3g}"
-    return f"it holds {largest:.3g}, which is no sum of rows" if largest > _MAX_ROWS else ""
-
-
-def _find_statistics_problem(message: Message, site: Site, method: Method, *, is_single: bool) -> str:
-    """Return why numbers cannot be class statistics of the announced units, or "" where they can.
-
-    The number of units is known for statistics of a single sender (`is_single`), not for a mean of several.
-    """
-    unknown = (None, None)
-    announced = site.announced_units.get(message.sender, unknown) if is_single else unknown
-    rows = site.units.kind == "row" and site.canaries is None  # of canaries about half have a row
-    return explain_invalid_statistics(
-        site.global_head(method), torch.tensor(_message_state(message).z), *announced, rows=rows
-    )
-
-
-def _find_distance_problem(message: Message, local_vector: Vector, distances: Sequence[float]) -> str:
-    """Return why a model lies implausibly far from the local one, or ""."""
-    distance = _compute_distance(_message_state(message), local_vector)
-    usual = median(distances) if len(distances) >= _MIN_DISTANCES else float(np.linalg.norm(local_vector))
-    if not distance <= _MAX_DISTANCE_RATIO * usual:  # nor where it is NaN, as of 0 / 0
-        return f"it lies {distance:.3g} from the local model, where {usual:.3g} is usual"
-    return ""
-
-
-def _message_state(message: Message) -> PushSum:
-    return PushSum(np.asarray(message.vector, np.float32), message.weight)
-
-
-def _compute_distance(state: PushSum, local_vector: Vector) -> float:
-    """Return ‖z − own‖₂."""
-    return float(np.linalg.norm(state.z - local_vector))
-
-
 def load_mixture(sites: list[Site], method: Method, *, n_present: int = 0, reset_optimizer: bool = False) -> None:
     """Load the de-biased mixture z = x / w into the exchanged model (Algorithm 1, line 11)."""
     for site in sites:
         if site.push is not None and site.active:
             learner = site.mixing_learner(method)
-            learner.load_vector(site.push.z, n_sites=n_present)
+            method.payload.load_mixture(learner, site.push.z, n_present)
             if reset_optimizer:
                 learner.optimizer.state.clear()
 

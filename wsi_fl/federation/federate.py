@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from sys import maxsize
 from tempfile import TemporaryDirectory
@@ -22,9 +21,8 @@ from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.loop import run
 from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, Method, Weights
 from wsi_fl.federation.site_state import Schedule, Site
-from wsi_fl.learning.local_training import DPSettings, Learner, load_site_rows
-from wsi_fl.oneshot.projection import N_RANDOM, Projection
-from wsi_fl.oneshot.shared_head import SharedHead
+from wsi_fl.learning.ensemble import COMMON
+from wsi_fl.learning.local_training import DPSettings, Learner
 from wsi_fl.privacy.engine_selection import select_engine
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -34,7 +32,6 @@ from wsi_fl.types import UsageError, single_line
 
 _MakeModel = Callable[[], nn.Module]
 _CPU, _RUN = torch.device("cpu"), "in memory"
-_BAG_DIMENSIONS = 2
 _SEED_STEP = 1000  # between the seeds of private models, which differ between sites
 
 
@@ -71,7 +68,7 @@ def federate(
     unit: Unit = "row",
     alpha: float = 0.3,
     beta: float = 0.0,
-    projection: Projection | int = N_RANDOM,
+    projection: object = None,
     seed: int = 0,
     folder: str | Path | None = None,
 ) -> dict[str, SiteResult]:
@@ -87,7 +84,7 @@ def federate(
         sigma, clip, delta, unit: of each site's privacy plan; sigma None is no differential privacy.
         alpha, beta: weight of the proxy's predictions for the private model, and the reverse (eqs. 4 and 5). With β > 0
             the teacher has no differential privacy, and the proxy's ε is nominal.
-        projection: projection of features for `oneshot`, of public slides, or a number of random directions.
+        projection: of features for `oneshot`: of public slides, or a number of random directions; by default 128.
         seed: of the initial models. With differential privacy noise and batches are fresh each time.
         folder: of ledgers and checkpoints; by default a temporary one.
 
@@ -103,18 +100,10 @@ def federate(
         sites, tests or {}, row, {"private": private, **dict.fromkeys(("proxy", "shared"), proxy or private)}, seed
     )
     merged = {"merged": concatenate_examples(list(tests.values()))} if tests and len(tests) > 1 else {}
-    if row.is_oneshot:
-        x = next(iter(sites.values())).read(np.zeros(1, np.int64))
-        bags = x.ndim == _BAG_DIMENSIONS + 1
-        proxy = partial(
-            SharedHead,
-            n_classes,
-            x.shape[-1] - bags,
-            bags=bags,
-            projection=projection,
-            patients=unit == "patient",
-            kind=next(iter(sites.values())).task.kind,
-        )
+    single = row.payload.is_single_release
+    if single:
+        first_site = next(iter(sites.values()))
+        proxy = lambda: row.payload.build_model(first_site, n_classes, unit, projection)  # noqa: E731
         rounds, batch_size = 1, maxsize
     mode: Mode = "paper" if row.has_bare_teacher and beta else "strict"
     terms = PrivacyTerms(
@@ -129,7 +118,7 @@ def federate(
         weights=Weights(alpha, beta),
         self_weight=0.0,
         make_augment=lambda _: None,
-        prediction_model="shared" if row.is_oneshot else "private",
+        prediction_model=(row.mixing_role or "private") if single else "private",
     )
     round_lines: dict[str, list[Mapping[str, Any]]] = {name: [] for name in sites}
 
@@ -141,8 +130,11 @@ def federate(
         has_own_start = role == "private" and not row.learners[role].common
         make = private if role == "private" else proxy or private
         model = _make_seeded(make, seed + (_SEED_STEP * (index + 1) if has_own_start else 0))
-        dp = _make_dp_settings(model, train, plan) if row.learners[role].dp and plan is not None else None
-        return Learner(model, lr=lr, weight_decay=0.0, device=_CPU, dp=dp, task=train.task)
+        dp = None
+        if row.learners[role].dp and plan is not None:
+            dp = _make_dp_settings(model, train, plan, is_trained=not single)
+        trainer = row.payload.build_trainer if role == row.mixing_role else None
+        return Learner(model, lr=lr, weight_decay=0.0, device=_CPU, dp=dp, task=train.task, build_trainer=trainer)
 
     with TemporaryDirectory() as temporary:
         built_sites = []
@@ -174,8 +166,8 @@ def federate(
                 units=units,
                 n_classes=n_classes,
             )
-            if row.is_oneshot:
-                load_site_rows(site.learners["shared"], train)
+            if row.mixing_role is not None:
+                row.payload.load_rows(site.mixing_learner(row), train)
             built_sites.append(site)
         try:
             run(built_sites, row, schedule, LocalComm(len(built_sites)), collect_line)
@@ -183,7 +175,7 @@ def federate(
             raise UsageError(f"a model fails in training: {single_line(error)[:200]}") from error
         return {
             site.name: SiteResult(
-                {role: site.learners[role].model for role in (("shared",) if row.is_oneshot else row.learners)},
+                {role: learner.model for role, learner in site.learners.items() if not single or role in COMMON},
                 site.ledger.epsilon() if site.plan else None,
                 site.ledger.guarantee(),
                 round_lines[site.name],
@@ -199,10 +191,10 @@ def _make_seeded(make: _MakeModel, seed: int) -> nn.Module:
         return make()
 
 
-def _make_dp_settings(model: nn.Module, train: Cohort, plan: PrivacyPlan) -> DPSettings:
+def _make_dp_settings(model: nn.Module, train: Cohort, plan: PrivacyPlan, *, is_trained: bool) -> DPSettings:
     """Return the settings of training by a plan; a caller's model is first measured on rows of the site."""
     engine = None
-    if not isinstance(model, SharedHead) and len(train) > 1:
+    if is_trained and len(train) > 1:
         rows = np.arange(min(_MEASURED_ROWS, len(train)))
         patient = None
         if plan.unit == "patient":
@@ -232,7 +224,7 @@ def _require_examples(
     if len(tasks) > 1:
         raise UsageError(f"all sites must have the same task, not {' and '.join(sorted(tasks))}")
     (task,) = tasks.values()
-    if method.is_oneshot:
+    if method.payload.is_single_release:
         numbers = {"survival": len(getattr(task, "ends", ())), "number": 1}
         labels = [part.label for part in sites.values() if part.label.dtype.kind in "iu"]
         largest = max((int(label.max(initial=0)) for label in labels), default=0)
@@ -243,8 +235,8 @@ def _require_examples(
         if problem := find_problem(part, n_outputs):
             raise UsageError(f"{name}: {problem}")
         x = part.read(np.zeros(1, np.int64))
-        if method.is_oneshot and x.ndim not in (2, 3):
-            raise UsageError(f"{name}: {method.name} sums features, not images; give float32[n, d] or bags of them")
+        if problem := method.payload.explain_unfit(x):
+            raise UsageError(f"{name}: {problem}")
     return n_outputs
 
 

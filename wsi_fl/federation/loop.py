@@ -44,7 +44,6 @@ from wsi_fl.federation.site_state import (
 from wsi_fl.federation.topology import Matrix, list_hops, list_receivers
 from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.learning.local_training import Batch, mean_losses, take_supervised_step
-from wsi_fl.oneshot.secure_aggregation import aggregate_statistics
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.privacy.privacy_plan import Mode, PrivacyPlan, require_plan
@@ -93,7 +92,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
         last = {"site": site.name, "round": schedule.rounds, "step": 1, "steps": 1}
-        if (choice := choose_prediction_model(site, schedule, partial(report, last))) is not None:
+        if (choice := choose_prediction_model(site, method, schedule, partial(report, last))) is not None:
             site.folder.write_document("prediction_model", choice)
 
 
@@ -115,9 +114,9 @@ def _exchange_round(
     *,
     round_: int,
 ) -> None:
-    """Take all hops of the round's graph over the sites present, or aggregate their statistics securely."""
+    """Take all hops of the round's graph over the sites present, or aggregate their payloads securely."""
     if schedule.colluding is not None:
-        aggregate_statistics(sites, method, comm, schedule, membership.present, round_=round_)
+        method.payload.aggregate_securely(sites, method, comm, schedule, membership.present, round_)
         return
     previous_states = {site.index: site.push for site in sites}
     graph = schedule.graph or method.build_graph(schedule.seed)
@@ -268,7 +267,7 @@ def _log_round(
         line["rejected"], site.rejected = site.rejected, []
     alive = partial(report, {"site": site.name, "round": round_, "step": 1, "steps": 1})
     if round_ % schedule.eval_every == 0 or round_ == schedule.rounds:
-        line |= evaluate_site(site, schedule, alive)
+        line |= evaluate_site(site, method, schedule, alive)
     line |= {"messages": traffic.messages, "bytes": traffic.bytes, "communication_seconds": round(traffic.seconds, 4)}
     if is_first_round:
         site.folder.drop_rounds_from(round_)

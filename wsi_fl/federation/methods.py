@@ -7,10 +7,10 @@ the graphs of a round, plans, dossiers, tables and texts follow from them. This 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from importlib import import_module
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from wsi_fl.federation.payload import ModelPayload
 from wsi_fl.plugins import PluginTable
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from wsi_fl.privacy.cipher import CipherStream
 
 DisclosureKind = Literal["model", "sums", "buffer", "generator"]
-SHARED_HEAD = "shared_head"
-"""The one-shot global head in `models.build`: computed from all sites' class statistics, not trained."""
 FILES, HUB = "files", "hub"
 """Routes other than a graph of rounds: files that people copy; everything to the first site."""
 DEFAULT_METHOD, LOCAL_METHOD, POOLED_METHOD = "proxyfl", "regular", "joint"
@@ -70,8 +68,6 @@ class Disclosure:
         protection: "dp": by differential privacy or, if switched off, by the site's permission; "leave": by that
             permission alone, given by name in the site's file.
         timing: all rounds, once (in the first round), or before the first or after the last round.
-        stage_module: the module of the stage that makes or sends it outside the loop: `load_buffer` of a buffer,
-            `provide_images` and `send_models` before and after the rounds, and `count_bytes`.
     """
 
     kind: DisclosureKind
@@ -79,7 +75,6 @@ class Disclosure:
     role: Literal["private", "proxy", "shared"] = "private"
     protection: Literal["dp", "leave"] = "dp"
     timing: Literal["rounds", "once", "before", "after"] = "rounds"
-    stage_module: str = ""
 
     @property
     def content(self) -> Literal["model", "buffer", "generator"]:
@@ -94,10 +89,6 @@ class Disclosure:
     def is_unprotected(self, has_dp: bool) -> bool:
         """Return whether it leaves without differential privacy, given whether the settings enable it."""
         return self.protection == "leave" or not has_dp
-
-    def load_stage(self) -> Any:
-        """Return the module that makes or sends it."""
-        return import_module(self.stage_module)
 
     def build_graph(self, seed: int) -> Topology:
         """Return its graph; the seed is for graphs that are drawn at random."""
@@ -116,10 +107,14 @@ class Method:
         learners: the models of a site by role: "private", and "proxy" or "shared" where there is one.
         step: one local step on a batch; returns the loss of each role.
         disclosures: everything that leaves a site.
+        payload: what travels in rounds; by default a trained model.
         learns_from: the source of a round's training examples, see `learning.units`; "everybody" is pooled training.
         variants: (key, value) of a pipeline → the method in place of this one for that value.
-        baselines: the module with `run_baselines`, which trains it and its paper's baselines, and
-            `render_baseline_lines`, which prints their table; "" for none.
+        load_hooks: imports and returns its `StudyHooks`; None for none.
+        load_baselines: imports and returns the function that trains the method and its paper's baselines, and the one
+            that renders their table; None for none.
+        sections: the sections that other packages add to pipelines and that have an effect on it, as "replay.".
+        inert_settings: keys in these sections without effect on it.
     """
 
     name: str
@@ -128,8 +123,12 @@ class Method:
     step: Callable[[Learners, Batch, Weights, CipherStream], dict[str, float]]
     disclosures: tuple[Disclosure, ...] = ()
     learns_from: LearnsFrom = "own"
+    payload: ModelPayload = field(default_factory=ModelPayload)
     variants: Mapping[tuple[str, Any], Method] = field(default_factory=dict)
-    baselines: str = ""
+    load_hooks: Callable[[], object] | None = None
+    load_baselines: Callable[[], tuple[Callable[..., Any], Callable[[Any], Any]]] | None = None
+    sections: tuple[str, ...] = ()
+    inert_settings: tuple[str, ...] = ()
 
     def find_disclosure(self, *kinds: DisclosureKind) -> Disclosure | None:
         """Return the first disclosure of these kinds, or None."""
@@ -162,14 +161,14 @@ class Method:
         return tuple(disclosure for disclosure in self.disclosures if disclosure.protection == "leave")
 
     @property
-    def is_oneshot(self) -> bool:
-        """Return whether each site releases class statistics once, instead of a trained model."""
-        return self.find_disclosure("sums") is not None
+    def uses_files(self) -> bool:
+        """Return whether sites take part by files that they released before."""
+        return any(disclosure.route == FILES for disclosure in self.disclosures)
 
     @property
     def needs_initial_weights(self) -> bool:
         """Return whether a trained model is exchanged, which needs initial weights."""
-        return self.mixing_role is not None and not self.is_oneshot
+        return self.mixing_role is not None and not self.payload.is_single_release
 
     @property
     def has_exchange(self) -> bool:
@@ -180,9 +179,9 @@ class Method:
     def has_local_baseline(self) -> bool:
         """Return whether a site trains a local baseline beside the models of the method.
 
-        For one-shot methods the private model is the local baseline.
+        For payloads of a single release the private model is the local baseline.
         """
-        return self.has_exchange and not self.is_oneshot
+        return self.has_exchange and not self.payload.is_single_release
 
     @property
     def has_bare_teacher(self) -> bool:
@@ -192,14 +191,13 @@ class Method:
     @property
     def inert_keys(self) -> tuple[str, ...]:
         """Return the keys and sections of a pipeline without effect on this method."""
-        keys: tuple[str, ...] = () if self.find_disclosure("generator") else ("ddpm.", "mpcpa.")
-        if not any(disclosure.is_in_rounds for disclosure in self.bare_disclosures):
-            keys += ("replay.",)
-        elif self.find_disclosure("buffer") is None:
-            keys += ("replay.buffer", "replay.unchecked")
+        sections = (f"{name}." for name in PluginTable("wsi_fl.settings", {}, type))
+        keys = (*(section for section in sections if section not in self.sections), *self.inert_settings)
+        keys += self.payload.inert_keys
         if self.mixing_role is None:
             keys += ("topology.", "train.optimizer_after_exchange")
-        keys += _ROUND_KEYS if self.is_oneshot else ("train.from_released",)
+        if not self.payload.is_single_release:
+            keys += ("train.from_released",)
         if not self.needs_initial_weights:
             keys += ("train.init_from",)
         if not self.has_local_baseline:
@@ -215,15 +213,10 @@ class Method:
 
 _PROXY_KEYS = ("train.alpha", "train.beta", "model.proxy")
 _PREDICTION_KEYS = ("train.val_fraction", "predict.model")
-_ROUND_KEYS = (
-    *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
-    *("train.weight_decay", "train.tune", "train.balance", "model.", "privacy.clip", "topology."),
-)
 PRIVATE, COMMON = {"private": Role(dp=False)}, {"private": Role(dp=False, common=True)}
 PRIVATE_WITH_DP, COMMON_WITH_DP = {"private": Role(dp=True)}, {"private": Role(dp=True, common=True)}
 _TAUGHT_PAIR = {"private": Role(dp=False, has_teacher=True), "proxy": Role(dp=True, common=True, has_teacher=True)}
 """A private model and a proxy with differential privacy that teach each other."""
-_WITH_HEAD = {"private": Role(dp=False), "shared": Role(dp=True, common=True)}
 
 
 def step_private(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
@@ -251,26 +244,6 @@ def _step_mutual(learners: Learners, batch: Batch, weights: Weights, noise: Ciph
     return losses
 
 
-def _step_statistics(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
-    """Compute the class statistics of all rows; the private model was fitted before."""
-    from wsi_fl.learning.local_training import compute_statistics
-
-    del weights
-    compute_statistics(learners["shared"], batch, noise)
-    return {}
-
-
-def _oneshot_method() -> Method:
-    """Return the one-shot method: heads computed from class statistics, which each site releases once.
-
-    In its variant the statistics are read from files, and nothing is sent.
-    """
-    statistics = Disclosure("sums", "star", "shared", timing="once")
-    row = Method("One-shot", "class statistics, released once", _WITH_HEAD, _step_statistics, (statistics,))
-    by_files = replace(row, disclosures=(replace(statistics, route=FILES),), learns_from="nothing")
-    return replace(row, variants={("train.from_released", True): by_files})
-
-
 _BUILT_IN = {
     LOCAL_METHOD: Method("Regular", "local training only", PRIVATE_WITH_DP, step_private),
     POOLED_METHOD: Method("Joint", "all data pooled", PRIVATE_WITH_DP, step_private, learns_from="everybody"),
@@ -295,7 +268,6 @@ _BUILT_IN = {
         _step_mutual,
         (Disclosure("model", "exponential", "proxy"),),
     ),
-    "oneshot": _oneshot_method(),
 }
 
 METHODS = PluginTable("wsi_fl.methods", _BUILT_IN, Method)

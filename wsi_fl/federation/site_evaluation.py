@@ -11,6 +11,7 @@ import numpy as np
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.metrics import Probabilities, aggregate_slides, find_operating_point
 from wsi_fl.data.tasks import fold_strata, score_predictions
+from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site_state import Schedule, Site
 from wsi_fl.learning.ensemble import (
     COMMON,
@@ -29,18 +30,17 @@ from wsi_fl.learning.ensemble import (
     weight_by_sample_size,
 )
 from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
-from wsi_fl.oneshot.shared_head import SharedHead
 
 
-def evaluate_site(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
+def evaluate_site(site: Site, method: Method, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
     """Return the scores of a site's prediction model by test set; "model" names it where a site has several.
 
-    Scores of a proxy or global head on the last set are added. `alive` is called with each batch.
+    Scores of the model that all sites have alike on the last set are added. `alive` is called with each batch.
     """
     line: dict[str, Any] = {}
     model_choice, ensemble = schedule.prediction_model, None
     if model_choice in ("auto", ENSEMBLE):
-        chosen = choose_prediction_model(site, schedule, alive) or {"model": "private"}
+        chosen = choose_prediction_model(site, method, schedule, alive) or {"model": "private"}
         model_choice, ensemble = (
             chosen["model"],
             Ensemble.parse_document(chosen["ensemble"]) if "ensemble" in chosen else None,
@@ -68,11 +68,13 @@ def _common(site: Site) -> str:
     return next((role for role in COMMON if role in site.learners), "")
 
 
-def choose_prediction_model(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
+def choose_prediction_model(
+    site: Site, method: Method, schedule: Schedule, alive: Callable[[], None]
+) -> dict[str, Any] | None:
     """Return the choice of a site's prediction model, as its run stores it; None where there is no choice.
 
-    For classes, and with a one-shot global head, it is the ensemble of local and federated model. Otherwise it is the
-    best model on the site's validation split, and without one the local model.
+    For classes, and with a payload of a single release, it is the ensemble of local and federated model. Otherwise it
+    is the best model on the site's validation split, and without one the local model.
     """
     task, examples, has_local_baseline = site.train.task, site.validation, LOCAL in site.learners
     if len(site.learners) == 1:
@@ -85,10 +87,9 @@ def choose_prediction_model(site: Site, schedule: Schedule, alive: Callable[[], 
     if examples is not None:
         name = "macro_accuracy" if task.kind == "classes" else task.scores[0]
         scores[name] = score_candidates(predictions, examples.label, task)
-    common = _common(site)
-    has_global_head = common != "" and isinstance(site.learners[common].model, SharedHead)
-    if schedule.prediction_model == ENSEMBLE or has_global_head or (has_local_baseline and task.kind == "classes"):
-        choice = _choose_ensemble(site, predictions, alive) | scores
+    has_single_release = _common(site) != "" and method.payload.is_single_release
+    if schedule.prediction_model == ENSEMBLE or has_single_release or (has_local_baseline and task.kind == "classes"):
+        choice = _choose_ensemble(site, method, predictions, alive) | scores
         is_local = has_local_baseline and schedule.prediction_model != ENSEMBLE and not choice["ensemble"]["weight"]
         return choice | {"model": LOCAL} if is_local else choice
     if examples is None:
@@ -97,27 +98,27 @@ def choose_prediction_model(site: Site, schedule: Schedule, alive: Callable[[], 
 
 
 def _choose_ensemble(
-    site: Site, validation_predictions: Mapping[str, Probabilities], alive: Callable[[], None]
+    site: Site, method: Method, validation_predictions: Mapping[str, Probabilities], alive: Callable[[], None]
 ) -> dict[str, Any]:
     """Return a site's ensemble, as its run stores it, given predictions on its validation split by role.
 
     A site that lacks a class, or has a single number or no event, uses the federated model; so does a site with a
-    single row of a class, except with a one-shot global head, whose effective sample size weights that row. Any other
-    site uses its local model, unless held-out rows favour the ensemble.
+    single row of a class, except where the effective sample size of the federated model is known and weights that row.
+    Any other site uses its local model, unless held-out rows favour the ensemble.
     """
     local_role = LOCAL if LOCAL in site.learners else "private"
     federated_role = _common(site) or "private"
-    head, task = site.learners[federated_role].model, site.train.task
+    task, effective_rows = site.train.task, method.payload.count_effective_rows(site.learners[federated_role].model)
     n_strata = site.n_classes if task.kind == "classes" else 2
     counts = np.bincount(fold_strata(site.train.label, task), minlength=n_strata)
-    if counts.min() < (1 if isinstance(head, SharedHead) or task.kind != "classes" else MIN_PATIENTS):
+    if counts.min() < (1 if effective_rows or task.kind != "classes" else MIN_PATIENTS):
         ensemble, held_out = single_federated_ensemble(site.n_classes), None
     else:
         if site.validation is not None and local_role == LOCAL:
             candidates = {role: predictions for role, predictions in validation_predictions.items() if role != LOCAL}
             federated_role = select_model(candidates, site.validation.label)
-        held_out = _find_held_out(site, local_role, federated_role, validation_predictions, alive)
-        if isinstance(head, SharedHead):
+        held_out = _find_held_out(site, method, local_role, federated_role, validation_predictions, alive)
+        if effective_rows:
             predictions = {} if held_out else _predict_roles(site, (local_role, federated_role), site.train, alive)
             rows, local_predictions, federated_predictions = held_out or (
                 site.train,
@@ -125,7 +126,7 @@ def _choose_ensemble(
                 predictions[federated_role],
             )
             ensemble = weight_by_sample_size(
-                local_predictions, federated_predictions, rows.label, head.effective_sample_sizes(), task, rows.patient
+                local_predictions, federated_predictions, rows.label, effective_rows, task, rows.patient
             )
             if (
                 held_out
@@ -153,6 +154,7 @@ _HeldOutPredictions = tuple[Cohort, Probabilities, Probabilities]
 
 def _find_held_out(
     site: Site,
+    method: Method,
     local_role: str,
     federated_role: str,
     validation_predictions: Mapping[str, Probabilities],
@@ -160,19 +162,17 @@ def _find_held_out(
 ) -> _HeldOutPredictions | None:
     """Return rows held out of both models, with their predictions; None where there are none.
 
-    Training rows count as held out of a DP proxy, and of a head on few directions. Cross-validation has the local
+    Training rows count as held out of a DP proxy, and of a payload of a single release. Cross-validation has the local
     model's predictions of them.
     """
     epsilon = site.ledger.epsilon()
     is_noisy = epsilon is not None and epsilon <= _MAX_HELD_OUT_EPSILON
-    models = [site.learners[role] for role in roles_of_choice(federated_role, there=site.learners)]
+    roles = roles_of_choice(federated_role, there=site.learners)
     if site.held_out is not None and all(
-        isinstance(learner.model, SharedHead) or (is_noisy and learner.is_private) for learner in models
+        (method.payload.is_single_release and role in COMMON) or (is_noisy and site.learners[role].is_private)
+        for role in roles
     ):
-        federated_predictions = combine_predictions(
-            _predict_roles(site, roles_of_choice(federated_role, there=site.learners), site.train, alive),
-            federated_role,
-        )
+        federated_predictions = combine_predictions(_predict_roles(site, roles, site.train, alive), federated_role)
         return site.train, site.held_out, federated_predictions
     rows = site.validation
     if rows is None or len(np.unique(fold_strata(rows.label, rows.task))) < 2:

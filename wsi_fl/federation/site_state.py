@@ -21,7 +21,6 @@ from wsi_fl.federation.push_sum import PushSum
 from wsi_fl.federation.topology import Topology
 from wsi_fl.learning.local_training import Learner, Learners
 from wsi_fl.models import schema_digest
-from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, ReleaseValues, digest_values
@@ -177,12 +176,6 @@ class Site:
         """Return the learner with the exchanged parameters."""
         assert method.mixing_role is not None
         return self.learners[method.mixing_role]
-
-    def global_head(self, method: Method) -> SharedHead:
-        """Return the one-shot global head."""
-        head = self.mixing_learner(method).model
-        assert isinstance(head, SharedHead)
-        return head
 
     def set_active(self, active: bool) -> None:
         """Let the site participate, or leave; after that no DP model is trained any more."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from wsi_fl.cli.options import Json, Pipeline, Set, find_study, print_document
+from wsi_fl.cli.options import ExtraCommand, Json, Pipeline, Set, find_study, print_document
 from wsi_fl.federation.methods import list_names
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from wsi_fl.study.folder import Study
 
 app = typer.Typer(no_args_is_help=True, help="Federated learning between hospitals: kits, plans, and their connection.")
+FEDERATION = ExtraCommand(app, "Between hospitals")
 
 _KitOption = Annotated[Path, Option(metavar="DIR", help="Your kit, the folder with federation.json.")]
 _KitOrRoot = Annotated[

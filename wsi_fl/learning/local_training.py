@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from wsi_fl.data.batches import load_batches
 from wsi_fl.data.cohort import Cohort
-from wsi_fl.data.metrics import fill_patient_names
 from wsi_fl.data.tasks import CLASSES, MutualLoss, Task
 from wsi_fl.models.checkpoint import Adam, copy_slots, load_slots, strip_prefix
-from wsi_fl.oneshot.class_statistics import NoisyStatistics
-from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.gradients import trainable_parameters
+from wsi_fl.privacy.privacy_plan import PrivateTrainer
 from wsi_fl.privacy.row_independence import train_without_dropout
 from wsi_fl.system.direct_io import BatchSizeFinder, rows_at_once
 
@@ -66,6 +64,7 @@ class Learner:
         class_weights: Sequence[float] | None = None,
         task: Task = CLASSES,
         bfloat16: bool = False,
+        build_trainer: Callable[[Learner, DPSettings], PrivateTrainer] | None = None,
     ) -> None:
         self.model = model.to(device)
         use_bfloat16 = bfloat16 and dp is None
@@ -83,8 +82,8 @@ class Learner:
         self.optimizer = Adam(
             trainable_parameters(self.model), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
         )
-        self.trainer = None if dp is None else _build_trainer(self.model, self.optimizer, dp)
-        """The differentially private trainer; None without."""
+        self.trainer = None if dp is None else (build_trainer or build_dp_trainer)(self, dp)
+        """The differentially private trainer, by default DP-SGD; None without."""
 
     @property
     def is_private(self) -> bool:
@@ -159,14 +158,8 @@ class Learner:
         flat = torch.cat([p.detach().reshape(-1) for p in trainable_parameters(self.model)])
         return flat.cpu().numpy().astype(np.float32, copy=False)
 
-    def load_vector(self, vector: NDArray[np.float32], *, n_sites: int = 0) -> None:
-        """Overwrite the trained parameters in place, from float32[d]; the optimizer's state stays.
-
-        Args:
-            n_sites: number of sites in the mean, for a one-shot global head.
-        """
-        if isinstance(self.model, SharedHead):
-            self.model.n_sites.fill_(n_sites)
+    def load_vector(self, vector: NDArray[np.float32]) -> None:
+        """Overwrite the trained parameters in place, from float32[d]; the optimizer's state stays."""
         values = torch.from_numpy(np.array(vector, np.float32)).to(self.device)
         with torch.no_grad():
             parameters = trainable_parameters(self.model)
@@ -185,31 +178,9 @@ class Learner:
         load_slots(self.optimizer, tensors, "optimizer")
 
 
-def _build_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisyStatistics:
-    """Return the private trainer of a model: class statistics for one-shot global heads, else DP-SGD."""
-    if isinstance(model, SharedHead):
-        return NoisyStatistics(dp.sigma, dp.clip, dp.batch_size, dp.unit)
-    return DPTrainer(model, optimizer, **asdict(dp))
-
-
-def load_site_rows(learner: Learner, rows: Cohort) -> None:
-    """Set the local statistics of a one-shot global head from the site's examples; they never leave the site."""
-    head = learner.model
-    assert isinstance(head, SharedHead)
-    if not len(rows):
-        return
-    patient = torch.from_numpy(np.unique(fill_patient_names(rows.patient), return_inverse=True)[1]).to(learner.device)
-    for x, y in load_batches(rows, iter([np.arange(len(rows))]), augment=None, device=learner.device):
-        head.set_local_statistics(head.embed_rows(x), learner.task.statistics_columns(y), patient)
-
-
-def compute_statistics(learner: Learner, batch: Batch, noise: CipherStream) -> None:
-    """Compute the class statistics of a batch of all examples, noisy for a private learner."""
-    head = learner.model
-    assert isinstance(head, SharedHead)
-    x, y, *patients = batch
-    dp = learner.trainer if isinstance(learner.trainer, NoisyStatistics) else NoisyStatistics(0.0, 1.0, len(x))
-    dp.fill(head, x, learner.task.statistics_columns(y), noise, patients[0] if patients else None)
+def build_dp_trainer(learner: Learner, dp: DPSettings) -> PrivateTrainer:
+    """Return the DP-SGD trainer of a learner's model."""
+    return DPTrainer(learner.model, learner.optimizer, **asdict(dp))
 
 
 def take_supervised_step(learner: Learner, batch: Batch, noise: CipherStream) -> float:

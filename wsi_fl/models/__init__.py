@@ -20,6 +20,7 @@ from torch import nn
 
 from wsi_fl.models.cnn import IMAGE_BUILDERS
 from wsi_fl.models.mil import BAG_BUILDERS, VECTOR_BUILDERS
+from wsi_fl.plugins import PAYLOAD_MODELS
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ def create_model(name: str, *, n_classes: int, shape: Shape, seed: int, start: S
         torch.manual_seed(seed)
         if start is not None:
             return _build_pretrained(name, n_classes, shape, start)
+        family, *options = name.split(":")
+        if family in PAYLOAD_MODELS:
+            return cast(nn.Module, PAYLOAD_MODELS[family](n_classes, shape, *options))
         if not isinstance(shape, Images):
             return _build_feature_model(name, n_classes, shape)
         if name.startswith("timm:"):
@@ -97,16 +101,6 @@ def _build_pretrained(name: str, n_classes: int, shape: Shape, start: StartWeigh
 
 def _build_feature_model(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
     kind = "bags" if isinstance(shape, Bags) else "vectors"
-    family, *options = name.split(":")
-    if family == "shared_head":  # of `oneshot`: number of components, and the task where it is not classes
-        from wsi_fl.oneshot.projection import N_RANDOM
-        from wsi_fl.oneshot.shared_head import HeadKind, SharedHead
-
-        n, head_kind = (
-            int(options[0]) if options else N_RANDOM,
-            cast(HeadKind, options[1] if len(options) > 1 else "classes"),
-        )
-        return SharedHead(n_classes, shape.n_features, bags=kind == "bags", projection=n, kind=head_kind)
     sees, _, builders = _FEATURE_BUILDERS[kind]
     if name not in builders:
         sees = kind if kind == "bags" else sees

@@ -51,13 +51,6 @@ class HeadWithEncoder(nn.Module):
         return logits
 
 
-def strip_local_statistics(model: nn.Module) -> nn.Module:
-    """Return a model with only what its predictions need: a one-shot global head without local statistics."""
-    from wsi_fl.oneshot.shared_head import SharedHead
-
-    return model.solve_released_head() if isinstance(model, SharedHead) else model
-
-
 def _example_batch(shape: Shape) -> Tensor:
     """Return a batch of model inputs: deterministic noise; bags of different lengths."""
     source = torch.Generator().manual_seed(0)

@@ -16,8 +16,9 @@ import numpy as np
 from wsi_fl.data.batches import load_batches
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.privacy_units import PrivacyUnits
-from wsi_fl.learning.local_training import DPSettings, Learner, compute_statistics
+from wsi_fl.learning.local_training import DPSettings, Learner
 from wsi_fl.models import schema_digest
+from wsi_fl.oneshot.payload import compute_statistics, require_head
 from wsi_fl.oneshot.released_statistics import (
     STATISTICS_RUN,
     ReleasedStatistics,
@@ -155,7 +156,7 @@ def _compute_release(context: RunContext, ledger: PrivacyLedger) -> tuple[Releas
         if ledger_round.final or (ledger_round.site, ledger_round.run) != local_run
     ]
     past = [ledger_round.mechanism for ledger_round in counted_rounds if ledger_round.mechanism]
-    plan = privacy_account.plan_round(site, context.pipeline, units.n, past=past, is_oneshot=True)
+    plan = privacy_account.plan_round(site, context.pipeline, units.n, past=past, is_single_release=True)
     head = _sum_examples(context, train, units, plan, ledger.terms.delta)
     vector = head.sums.detach().cpu().numpy()
     new_release = ledger.release(None, vector, schema=schema_digest(head), mechanism=plan, content="model")
@@ -176,10 +177,17 @@ def _sum_examples(
     context: RunContext, train: Cohort, units: PrivacyUnits, plan: PrivacyPlan | None, delta: float
 ) -> SharedHead:
     """Return the head with the sums of all units, with the noise of the plan."""
-    keys, device, model = context.pipeline.train, select_device(), build_model(context, 0, "shared")
-    assert isinstance(model, SharedHead)
+    keys, device, head = context.pipeline.train, select_device(), require_head(build_model(context, 0, "shared"))
     noise = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit) if plan else None
-    learner = Learner(model, lr=keys.lr, weight_decay=keys.weight_decay, device=device, dp=noise, task=train.task)
+    learner = Learner(
+        head,
+        lr=keys.lr,
+        weight_decay=keys.weight_decay,
+        device=device,
+        dp=noise,
+        task=train.task,
+        build_trainer=context.method.payload.build_trainer,
+    )
     if plan is not None and learner.trainer is not None:
         require_plan(plan, learner.trainer, n=units.n, steps=1, delta=delta, mode="strict")
     stream = CipherStream.from_entropy()
@@ -187,7 +195,7 @@ def _sum_examples(
     image_batches = load_batches(train, iter(rows), augment=None, device=device)
     for batch in units.attach_units(image_batches, rows, device):
         compute_statistics(learner, batch, stream)
-    return model
+    return head
 
 
 def release_lines(document: dict[str, Any]) -> Lines:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError, encoder_differen
 
 if TYPE_CHECKING:
     from wsi_fl.oneshot.projection import Projection
+    from wsi_fl.stages.site.run_context import RunContext
 
 STATISTICS_RUN = "oneshot"
 """Name of the release in ledgers."""
@@ -85,6 +87,11 @@ class ReleasedStatistics:
         """Return the SHA-256 of the released vector."""
         return self.header.digest
 
+    @property
+    def ledger_run(self) -> str:
+        """Return the name of the release in its site's ledger."""
+        return STATISTICS_RUN
+
 
 def write_statistics(path: Path, statistics: ReleasedStatistics) -> None:
     """Write a released file."""
@@ -138,6 +145,11 @@ def load_statistics(study: Study, sites: Iterable[SiteFile]) -> dict[str, Releas
     return statistics
 
 
+def statistics_of(context: RunContext) -> Mapping[str, ReleasedStatistics]:
+    """Return the released class statistics of a context by site."""
+    return cast("Mapping[str, ReleasedStatistics]", context.statistics)
+
+
 def refuse_another_site(header: StatisticsHeader, site: str, label: str) -> None:
     """Refuse statistics of another site; WsiFlError names it."""
     if header.site != site:
@@ -151,6 +163,23 @@ def describe_missing(study: Study, site: str) -> str:
         f"{study.relative_path(study.release_path(site))}: no statistics of site {site} yet; run `wsi-fl statistics "
         f"--site {site}` where its store is, and copy the file here"
     )
+
+
+def require_statistics(context: RunContext) -> None:
+    """Require as many released statistics as agreed; WsiFlError names the missing ones."""
+    train, n_available = context.pipeline.train, len(context.statistics)
+    missing = [site.name for site in context.members if site.name not in context.statistics]
+    n, is_late = (n_available + len(missing), bool(train.deadline and date.today().isoformat() > train.deadline))
+    needed = train.min_sites or (1 if is_late else max(1, n))
+    if needed > n:
+        raise UsageError(f"statistics of {needed} sites are needed (train.min_sites), but only {n} sites release any")
+    if n_available < needed:
+        deadline_note = f" (awaited until {train.deadline})" if train.deadline and not is_late else ""
+        first = describe_missing(context.study, missing[0])
+        raise WsiFlError(
+            f"statistics of {n_available} of {n} sites are here, and {needed} are needed; missing{deadline_note}: "
+            f"{', '.join(missing)}; {first}" + (f", or set train.min_sites = {n_available}" if n_available else "")
+        )
 
 
 def build_header(data: SiteData) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from wsi_fl.oneshot.discrete_noise import (
     quantize,
     share_sigma,
 )
+from wsi_fl.oneshot.payload import require_head
 from wsi_fl.oneshot.secagg import KeyPair, SecureSum, mask_values, require_enough_sites, sum_messages, vote_threshold
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, count_attempts
@@ -249,7 +250,7 @@ def _find_refusal(site: Site, method: Method) -> Literal["", "budget", "finished
 
 
 def _is_done(site: Site, method: Method) -> bool:
-    return int(site.global_head(method).n_sites) > 0
+    return int(require_head(site.mixing_learner(method).model).n_sites) > 0
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ def _mask_statistics(site: Site, terms: _SumTerms, mask: _Mask, binding: bytes =
 
     The schema includes `binding` beside the head, which tells messages of other masks apart.
     """
-    head = site.global_head(terms.method)
+    head = require_head(site.mixing_learner(terms.method).model)
     exact = head.noiseless_statistics.cpu().numpy()
     values, share = quantize(exact, STEPS_PER_UNIT), 0.0
     if site.plan is not None and site.plan.sigma > 0:
@@ -317,12 +318,12 @@ def _read_numbers(message: Message | Release) -> NDArray[np.uint64]:
 
 
 def _open_sum(site: Site, method: Method, summed_steps: NDArray[np.int64], n_sites: int) -> None:
-    head, total = site.global_head(method), summed_steps / STEPS_PER_UNIT
+    head, total = require_head(site.mixing_learner(method).model), summed_steps / STEPS_PER_UNIT
     variances = head.released[len(total) :].cpu().numpy()
     n = sum(units for units, _ in site.announced_units.values()) or _MAX_ROWS
     statistics = torch.from_numpy(np.concatenate([total, variances * n_sites]))
     if problem := explain_invalid_statistics(head, statistics, n, rows=False):
         raise WsiFlError(f"the sum is void, no honest messages add up to it: {problem}; go on with train --resume")
     mean = np.concatenate([total / n_sites, variances]).astype(np.float32)
-    site.mixing_learner(method).load_vector(mean, n_sites=n_sites)
+    method.payload.load_mixture(site.mixing_learner(method), mean, n_sites)
     site.push = PushSum(mean, 1.0)

@@ -25,12 +25,13 @@ from wsi_fl.oneshot.released_statistics import (
     read_statistics,
     refuse_another_site,
     refuse_mismatch,
+    require_statistics,
+    statistics_of,
 )
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import digest_values
 from wsi_fl.stages.site.privacy_account import build_terms, find_guarantee, open_ledger, require_release
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training.checks import require_statistics
 from wsi_fl.system.files import atomic_path
 from wsi_fl.types import ReportableError, UsageError, WsiFlError
 
@@ -72,7 +73,7 @@ def sync_statistics(context: RunContext, comm: Comm) -> RunContext:
         return context
     names, local_names = [context.names[k] for k in comm.running], [context.names[k] for k in comm.sites]
     file_digests = {
-        name: sha256(encode_file(statistics)).hexdigest() for name, statistics in context.statistics.items()
+        name: sha256(encode_file(statistics)).hexdigest() for name, statistics in statistics_of(context).items()
     }
     released_before = (
         context.run.site_folder(local_names[0]).read_statistics_digests() if context.run.agreement_digest else None
@@ -128,7 +129,7 @@ def load_local_statistics(context: RunContext, name: str) -> tuple[ReleasedStati
     """
     study, site = context.study, context.find_site(name)
     label = study.relative_path(study.release_path(name))
-    if (statistics := context.statistics.get(name)) is None:
+    if (statistics := statistics_of(context).get(name)) is None:
         raise UsageError(
             f"site {name} has released no statistics, and this plan sends them; there: `wsi-fl statistics "
             f"--site {name}`"

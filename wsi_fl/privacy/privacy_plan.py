@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import ceil, isfinite, log, sqrt
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +26,23 @@ from wsi_fl.privacy.accounting import (
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
 
-if TYPE_CHECKING:
-    from wsi_fl.oneshot.class_statistics import NoisyStatistics
-    from wsi_fl.privacy.dpsgd import DPTrainer
-
 Unit = Literal["row", "patient"]
 """The privacy unit."""
 Mode = Literal["strict", "paper"]
 """Training of the proxy from labels alone, or from the private model too, with a nominal ε."""
+
+
+class PrivateTrainer(Protocol):
+    """The mechanism that a learner uses, as far as a plan fixes it; see `PrivacyPlan`."""
+
+    @property
+    def sigma(self) -> float: ...  # noqa: D102
+    @property
+    def clip(self) -> float: ...  # noqa: D102
+    @property
+    def batch_size(self) -> int: ...  # noqa: D102
+    @property
+    def unit(self) -> str: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -134,9 +143,7 @@ def poisson_rows(n: int, sample_rate: float, sampler: CipherStream) -> NDArray[n
     return np.flatnonzero(sampler.uniform(n) < sample_rate)
 
 
-def require_plan(
-    plan: PrivacyPlan, trainer: DPTrainer | NoisyStatistics, *, n: int, steps: int, delta: float, mode: Mode
-) -> None:
+def require_plan(plan: PrivacyPlan, trainer: PrivateTrainer, *, n: int, steps: int, delta: float, mode: Mode) -> None:
     """Refuse a round of training that differs from the plan to be recorded.
 
     Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wsi_fl.cli.options import Json, Pipeline, announce_start, find_study, print_document, run_work
+from wsi_fl.cli.options import ExtraCommand, Json, Pipeline, announce_start, find_study, print_document, run_work
 
 if TYPE_CHECKING:
     from wsi_fl.study.folder import Study
@@ -19,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Generators of synthetic patches: train, sample, check for copying.",
 )
+SYNTHESIZE = ExtraCommand(app, "Train")
 
 _SiteName = Annotated[str, typer.Option(help="The generator's site.")]
 _Set = Annotated[

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from wsi_fl.federation.methods import COMMON, HUB, PRIVATE, Disclosure, Method, step_private
 
-_MPCPA = "wsi_fl.synthesis.stages.mpcpa"
-_GENERATOR = Disclosure("generator", "star", protection="leave", timing="before", stage_module=_MPCPA)
-_HANDED_OVER = Disclosure("model", HUB, protection="leave", timing="after", stage_module=_MPCPA)
+if TYPE_CHECKING:
+    from wsi_fl.stages.site.study_hooks import StudyHooks
+
+_GENERATOR = Disclosure("generator", "star", protection="leave", timing="before")
+_HANDED_OVER = Disclosure("model", HUB, protection="leave", timing="after")
+
+
+def _load_generator_hooks() -> StudyHooks:
+    from wsi_fl.synthesis.stages.mpcpa import HOOKS
+
+    return HOOKS
+
+
+def _load_replay_hooks() -> StudyHooks:
+    from wsi_fl.synthesis.stages.buffers import HOOKS
+
+    return HOOKS
+
+
+def _load_baselines() -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    from wsi_fl.synthesis.stages.baselines import render_baseline_lines, run_baselines
+
+    return run_baselines, render_baseline_lines
 
 
 def _build_replay() -> Method:
@@ -18,14 +40,25 @@ def _build_replay() -> Method:
     every site trains a model on all sites' synthetic samples (Table I).
     """
     models = Disclosure("model", "random", protection="leave")
-    buffers = Disclosure("buffer", "random", protection="leave", stage_module="wsi_fl.synthesis.stages.buffers")
+    buffers = Disclosure("buffer", "random", protection="leave")
     complete_buffers, description = (
         replace(buffers, route="complete", timing="once"),
         "models and synthetic patches are exchanged",
     )
-    row = Method("Replay", description, COMMON, step_private, (models, buffers), "own+received")
+    row = Method(
+        "Replay",
+        description,
+        COMMON,
+        step_private,
+        (models, buffers),
+        "own+received",
+        load_hooks=_load_replay_hooks,
+        sections=("replay.",),
+    )
     variants = {
-        "no_buffer": replace(row, disclosures=(models,), learns_from="own"),
+        "no_buffer": replace(
+            row, disclosures=(models,), learns_from="own", inert_settings=("replay.buffer", "replay.unchecked")
+        ),
         "buffer_only": replace(row, learners=PRIVATE, disclosures=(buffers,)),
         "synthetic_only": replace(row, learns_from="synthetic+received"),
         "central": replace(row, learners=PRIVATE, disclosures=(complete_buffers,), learns_from="all synthetic"),
@@ -33,7 +66,17 @@ def _build_replay() -> Method:
     return replace(row, variants={("replay.variant", name): variant for name, variant in variants.items()})
 
 
-GENERATED = Method("Generated", "only all sites' generated data", PRIVATE, step_private, (_GENERATOR,), "generated")
+_SECTIONS = ("ddpm.", "mpcpa.")
+GENERATED = Method(
+    "Generated",
+    "only all sites' generated data",
+    PRIVATE,
+    step_private,
+    (_GENERATOR,),
+    "generated",
+    load_hooks=_load_generator_hooks,
+    sections=_SECTIONS,
+)
 MPCPA = Method(
     "MPCPA",
     "local and others' generated data",
@@ -41,6 +84,8 @@ MPCPA = Method(
     step_private,
     (_GENERATOR, _HANDED_OVER),
     "own+received",
-    baselines="wsi_fl.synthesis.stages.baselines",
+    load_hooks=_load_generator_hooks,
+    load_baselines=_load_baselines,
+    sections=_SECTIONS,
 )
 REPLAY = _build_replay()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wsi_fl.cli.options import Json, Pipeline, announce_start, find_study, print_document
+from wsi_fl.cli.options import ExtraCommand, Json, Pipeline, announce_start, find_study, print_document
 from wsi_fl.types import UsageError
 
 
@@ -39,3 +39,6 @@ def view(
     with ViewServer(gallery, port) as server:
         print_document(describe_server(server), as_json, address_lines)
         serve_gallery(server, open_browser=open_browser)
+
+
+VIEW = ExtraCommand(view, "Results")

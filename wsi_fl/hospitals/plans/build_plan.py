@@ -187,7 +187,7 @@ def describe_plan(
     pipeline = context.pipeline.model_copy(update={"sites": context.names})
     rows = list_disclosures(context, input_shape(training_data), len(training_data["classes"] or ()) or None)
     sizes = [row["bytes"] for row in rows if row["large"]]
-    unknown = _DEFAULT_STATISTICS_BYTES if context.method.is_oneshot else _DEFAULT_BYTES
+    unknown = _DEFAULT_STATISTICS_BYTES if context.method.payload.is_single_release else _DEFAULT_BYTES
     patience = format_duration(pipeline.comm.timeout_s)
     largest = max((unknown if size is None else size for size in sizes), default=0)
     return {
@@ -282,7 +282,7 @@ def _plan_privacy(context: RunContext) -> _PlannedPrivacy:
     is_private, site_chosen = costs_epsilon(context.pipeline), privacy.target_epsilon is not None
     is_new_release = is_private and not context.uses_files
     is_sampled, guarantee = (
-        is_private and not context.method.is_oneshot,
+        is_private and not context.method.payload.is_single_release,
         find_guarantee(context.method, context.pipeline),
     )
     facts = {"privacy": privacy, "own": site_chosen, "guarantee": guarantee, "attempts": MAX_ATTEMPTS}

@@ -168,8 +168,7 @@ def _share_bytes(
     if shape is None or n_classes is None:
         return None
     if share.kind in ("buffer", "generator"):
-        stage_bytes: int | None = share.load_stage().n_bytes(context.pipeline, shape, n_classes)
-        return stage_bytes
+        return context.hooks.count_bytes(context.pipeline, share, shape, n_classes)
     return number_bytes * _measure_model(*_role_recipe(context, share.role), n_classes, shape)[0]
 
 
@@ -233,7 +232,7 @@ def find_odd_key(data: DataDescription, context: RunContext) -> str:
     """
     if data["says"] not in (_FROM_STORE, _FROM_SETTINGS, _WITHOUT_STORE):
         return "says"
-    if context.method.is_oneshot and data["projection"] is None:
+    if context.hooks.uses_projection and data["projection"] is None:
         return "projection"
     if context.method.mixing_role is None or input_shape(data) is None or not data["classes"]:
         return ""
@@ -307,7 +306,7 @@ def _weights_digest(context: RunContext, shape: Shape | None) -> str | None:
 
 
 def _projection_label(context: RunContext) -> str | None:
-    if not context.method.is_oneshot:
+    if not context.hooks.uses_projection:
         return None
     projection = context.pipeline.model.projection
     return (

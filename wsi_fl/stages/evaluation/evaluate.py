@@ -22,7 +22,6 @@ from wsi_fl.data.prediction_table import PredictionTable, measure_predictions, s
 from wsi_fl.data.tasks import Task, score_predictions
 from wsi_fl.learning.ensemble import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
 from wsi_fl.learning.local_training import predict_examples, predict_with_models, replace_nonfinite
-from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.cross_site import load_cross_site_scores
 from wsi_fl.stages.evaluation.external_set import ExternalScores, Scores, evaluate_external, score_rules
@@ -38,7 +37,6 @@ from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.study.toml import read_setting
 from wsi_fl.types import WsiFlError
 
 _Spreads = dict[str, dict[str, float | None]]
@@ -100,7 +98,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     pipeline, task, merged = context.pipeline, context.task, context.may_merge
     sites = [site for site in context.members if merged or context.has_store(site.name)]
     parts = {site.name: context.open_data(site.name).test_examples for site in sites}
-    released = _score_released_heads(context, parts) if context.method.is_oneshot else None
+    released = _score_released_heads(context, parts) if context.method.payload.is_single_release else None
     receivers = _evaluate_receivers(context, released or []) if context.receivers else None
     finishers = [site for site in sites if site.name not in context.sites_lost]
     if not (receivers and receivers["sites"]):
@@ -126,7 +124,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
         "internal": _summarize_sites([row["own"] for row in rows], task),
         "external": _summarize_sites([row["external"] for row in rows], task) if several else None,
         "models": _summarize_models(rows, task, merged=merged),
-        "aggregated": {"rule": read_setting(pipeline, "mpcpa.aggregate") or "mean", "rules": rules} if rules else None,
+        "aggregated": {"rule": context.hooks.voting_rule(pipeline), "rules": rules} if rules else None,
         "external_set": evaluate_external(context, finishers),
         "parts": {name: _summarize_sites([row["parts"][name] for row in rows], task) for name in part_names}
         if merged
@@ -180,7 +178,7 @@ def _evaluate_site(
         with_slides=spec.mpp > 0,  # images of a partitioned data set are no slides
         threshold=choice.get("slide_threshold") if spec.mpp > 0 and choice.get("model") == table.model else None,
     )
-    noise, own_noise = _noise_effect(models, parts, table) or (None, None)
+    noise, own_noise = _noise_effect(context, models, parts, table) or (None, None)
     local, other = table.local_rows, table[table.obs["part"] != table.site]
     local_scores, merged = measure(local) | {"noise": own_noise}, len(parts) > 1
     row = {
@@ -199,14 +197,13 @@ def _evaluate_site(
 
 
 def _score_released_heads(context: RunContext, parts: Mapping[str, Cohort]) -> list[dict[str, Any]]:
-    """Return the scores of the one-shot global head as released on each test part."""
+    """Return the scores on each test part of the model that follows from released numbers alone."""
     rows = []
     for name, part in parts.items():
         if len(part) and name not in context.sites_lost:
             models = _load_models(context, context.find_site(name))
-            head = models.models["shared"]
-            assert isinstance(head, SharedHead)
-            predictions = predict_examples(head.solve_released_head(), part, models.device)
+            model = context.method.payload.strip_local_state(models.models["shared"])
+            predictions = predict_examples(model, part, models.device)
             rows.append({"site": name, "n": len(part), **score_predictions(predictions, part.label, context.task)})
     return rows
 
@@ -235,30 +232,32 @@ def _score_model(table: PredictionTable, model: str) -> dict[str, object]:
 
 
 NOISE_REDRAWS = 32
-"""Number of redraws of a head's noise, which estimates the standard deviation to about 1/8."""
+"""Number of redraws of noise, which estimate the standard deviation to about 1/8."""
 
 
 def _noise_effect(
-    models: TrainedModels, parts: Mapping[str, Cohort], table: PredictionTable
+    context: RunContext, models: TrainedModels, parts: Mapping[str, Cohort], table: PredictionTable
 ) -> tuple[dict[str, float], dict[str, float]] | None:
-    """Return the standard deviations of every score over redraws of the head's noise, on all parts and the local one.
+    """Return the standard deviations of every score over redraws of the noise, on all parts and the local one.
 
-    None where the prediction model contains no one-shot global head with noise: noise in training cannot be redrawn.
+    None where the prediction model contains no payload whose noise can be redrawn: that in training cannot.
     """
-    head, roles = models.models.get("shared"), roles_of_choice(models.ensemble, models.stack, models.models)
-    if not isinstance(head, SharedHead) or "shared" not in roles or not head.is_noisy or not len(table):
+    if "shared" not in roles_of_choice(models.ensemble, models.stack, models.models) or not len(table):
         return None
-    rng = np.random.default_rng(0)
-    heads = [head.redraw_noise(rng).eval() for _ in range(NOISE_REDRAWS)]
+    rng, payload, model = np.random.default_rng(0), context.method.payload, models.models["shared"]
+    redrawn = [copy for _ in range(NOISE_REDRAWS) if (copy := payload.redraw_noise(model, rng)) is not None]
+    if not redrawn:
+        return None
+    networks = [network.eval() for network in redrawn]
     predictions = np.concatenate(
-        [predict_with_models(heads, part, models.device) for part in parts.values() if len(part)], axis=1
+        [predict_with_models(networks, part, models.device) for part in parts.values() if len(part)], axis=1
     )
     ensembles = (
         combine_predictions({**table.predictions, "shared": proxy}, table.model, models.stack) for proxy in predictions
     )
     tables = [replace(table, predictions={table.model: values}) for values in ensembles]
-    return _score_deviations([redrawn.compute_scores() for redrawn in tables]), _score_deviations(
-        [redrawn.local_rows.compute_scores() for redrawn in tables]
+    return _score_deviations([redraw.compute_scores() for redraw in tables]), _score_deviations(
+        [redraw.local_rows.compute_scores() for redraw in tables]
     )
 
 

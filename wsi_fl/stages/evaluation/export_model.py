@@ -16,14 +16,8 @@ from torch import nn
 from wsi_fl import __version__
 from wsi_fl.evidence import benefit_figure
 from wsi_fl.evidence.compare_runs import FinishedRun
-from wsi_fl.models.export_formats import (
-    DownsamplingModel,
-    HeadWithEncoder,
-    input_name,
-    strip_local_statistics,
-    write_onnx,
-    write_torchscript,
-)
+from wsi_fl.learning.ensemble import COMMON
+from wsi_fl.models.export_formats import DownsamplingModel, HeadWithEncoder, input_name, write_onnx, write_torchscript
 from wsi_fl.report.formatting import SCORES, SHORT_SCORES, describe_worst_detection, format_number
 from wsi_fl.report.templates import fill_template
 from wsi_fl.runs.run_folder import RunFolder
@@ -140,7 +134,10 @@ def export_model(
         folder = out or run.path / "exports" / form / f"{request.site.name}-{model_name}"
         build_arguments = (request.facts["classes"], request.shape, torch.device("cpu"))
         models = load_prediction_models(run, context.pipeline, request.site, *build_arguments, all_roles=True).models
-        network = strip_local_statistics(models[request.role]).eval().requires_grad_(False)
+        network = models[request.role]
+        if request.role in COMMON:
+            network = request.context.method.payload.strip_local_state(network)
+        network.eval().requires_grad_(False)
         for card_file in _CARD_FILES:  # no card of another model
             (folder / card_file).unlink(missing_ok=True)
         result = _FORMATS[form](request, network, folder)
@@ -329,10 +326,10 @@ def _collect_scores(request: ExportRequest) -> dict[str, object]:
     """Return the model's scores on test patients (`metrics`) and the benefit of federation over all sites (`benefit`).
 
     Each is None where it is unknown or sites do not allow its release; `missing` is the reason. A one-shot global head
-    is exported without the site's exact statistics (`solve_released_head`), and its scores are the exported head's.
+    is exported without the site's private state, and its scores are the exported model's.
     """
     context, evaluation = request.context, request.context.run.read_evaluation()
-    is_head_only = request.model_name == "shared" and context.method.is_oneshot
+    is_head_only = request.model_name == "shared" and context.method.payload.is_single_release
     fields: dict[str, Any] = {
         "metrics": None,
         "benefit": None,

@@ -69,10 +69,9 @@ def available_models(method: Method) -> dict[str, str]:
 
     A model is `private` if it stays at its site, `proxy` or `shared` if it is exchanged or equal at all sites.
     """
-    if method.is_oneshot:
-        return {"private": "private", "shared": "shared"}
-    if "proxy" in method.learners:
-        return {"private": "private", "proxy": "proxy"}
+    for role in COMMON:
+        if role in method.learners:
+            return {"private": "private", role: role}
     return {"shared" if method.learns_from == "everybody" or method.mixing_role == "private" else "private": "private"}
 
 
@@ -82,9 +81,9 @@ def is_trained_with_dp(context: RunContext, role: str) -> bool:
 
 
 def _find_roles(run: RunFolder, site: str) -> Set[str]:
-    """Return the roles of a site's models; an inference-only site has the one-shot global head only."""
+    """Return the roles of a site's models; an inference-only site has the exchanged model only."""
     method = METHODS[run.manifest["method"]]
-    if method.is_oneshot and not run.site_folder(site).has_model("private"):
+    if method.payload.is_single_release and not run.site_folder(site).has_model("private"):
         return {"shared"}
     learner_roles = method.learners.keys()
     return learner_roles | {LOCAL} if run.site_folder(site).has_model(LOCAL) else learner_roles
@@ -93,13 +92,13 @@ def _find_roles(run: RunFolder, site: str) -> Set[str]:
 def choose_ensemble(run: RunFolder, pipeline: Pipeline, site: str) -> str:
     """Return the prediction model of a site: `predict.model`, or the run's choice for `auto`."""
     choice, available = pipeline.predict.model, _find_roles(run, site)
-    if METHODS[run.manifest["method"]].is_oneshot and choice == "proxy":
-        raise UsageError(f"{run.name}: the head that all sites share is called so: predict.model = 'shared'")
+    if "shared" in METHODS[run.manifest["method"]].learners and choice == "proxy":
+        raise UsageError(f"{run.name}: the model that all sites share is called so: predict.model = 'shared'")
     if len(available) == 1:
         return next(iter(available))
     if choice == "auto":
         return run.site_folder(site).choice() or "private"
-    if choice == LOCAL not in available and not METHODS[run.manifest["method"]].is_oneshot:
+    if choice == LOCAL not in available and not METHODS[run.manifest["method"]].payload.is_single_release:
         raise UsageError(f"{run.name}: trained with train.local_baseline = false, so it has no local model of {site}")
     if choice == ENSEMBLE and _load_stack(run, site) is None:
         raise UsageError(

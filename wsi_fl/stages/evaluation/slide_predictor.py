@@ -210,11 +210,12 @@ class Predictor:
             encoder_differences([self.pipeline.mosaic.encoder, encoder_label])
         ):
             return
+        has_receivers = METHODS[self.run.manifest["method"]].payload.is_single_release
         receiver_hint = 'import its features as a site with role = "receiver" and train again, or '
         raise WsiFlError(
             f"{record.slide}: not in the store of site {self.site.name}, whose features of {encoder_label} were "
             "imported, so a new slide can't be encoded here; "
-            f"{receiver_hint if METHODS[self.run.manifest['method']].is_oneshot else ''}give its features to the file "
+            f"{receiver_hint if has_receivers else ''}give its features to the file "
             f"of `wsi-fl export --run {self.run.name} --model MODEL --format onnx`"
         )
 

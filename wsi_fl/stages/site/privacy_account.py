@@ -22,7 +22,6 @@ from typing_extensions import TypedDict
 from wsi_fl.data.privacy_units import PrivacyUnits, patient_units, row_units
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
-from wsi_fl.oneshot.released_statistics import DAMAGED_HINT, STATISTICS_RUN
 from wsi_fl.privacy.accounting import MAX_GROUP_EPSILON, Mechanism, epsilon, find_sigma, group_epsilon
 from wsi_fl.privacy.guarantee import LedgerRound, PrivacyTerms, collect_rounds
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -53,7 +52,7 @@ def find_guarantee(method: Method, pipeline: Pipeline) -> Guarantee:
     """Return the guarantee level of ε; see `Guarantee`."""
     if not costs_epsilon(pipeline):
         return "none"
-    if method.is_oneshot and pipeline.privacy.noise == "shared":
+    if method.payload.has_secure_sum and pipeline.privacy.noise == "shared":
         return "shared"
     return "nominal" if method.has_bare_teacher and loss_weights(pipeline).beta > 0 else "guaranteed"
 
@@ -93,7 +92,7 @@ def plan_round(
     *,
     spent: Sequence[Mechanism] = (),
     past: Sequence[Mechanism] = (),
-    is_oneshot: bool = False,
+    is_single_release: bool = False,
 ) -> PrivacyPlan | None:
     """Return the privacy plan of a round of a site with n privacy units; None without differential privacy.
 
@@ -103,7 +102,7 @@ def plan_round(
     Args:
         spent: earlier mechanisms on the same units that count for this run.
         past: all mechanisms on the site's account.
-        is_oneshot: whether all units are released at once, not trained on in batches.
+        is_single_release: whether all units are released at once, not trained on in batches.
 
     Raises:
         UsageError: when no noise suffices, or δ is too large for n.
@@ -114,19 +113,19 @@ def plan_round(
     round_of = _round_factory(site, pipeline, n)
     try:
         if privacy.target_epsilon is None:
-            if site.real and not is_oneshot and privacy.has_noise and train.batch_size > n:
+            if site.real and not is_single_release and privacy.has_noise and train.batch_size > n:
                 raise UsageError(
                     f"train.batch_size = {train.batch_size} exceeds this site's {n} training {privacy.unit}s "
                     f"(noisy gradient sums are divided by it); use {n} or less"
                 )
-            plan = round_of(batch_size=n if is_oneshot else train.batch_size, sigma=privacy.sigma)
+            plan = round_of(batch_size=n if is_single_release else train.batch_size, sigma=privacy.sigma)
             if site.real and costs_epsilon(pipeline):
                 plan.refuse_large_delta()
             return plan
         budget = site.max_epsilon or privacy.target_epsilon
         ever = [(site.max_epsilon, past)] if site.real and site.max_epsilon is not None else []
         limits = [(min(privacy.target_epsilon, budget), spent), *ever]
-        epochs = 0 if is_oneshot else train.rounds * train.epochs_per_round
+        epochs = 0 if is_single_release else train.rounds * train.epochs_per_round
         batch_size, sigma = _meet_limits(limits, n, epochs, site.delta or privacy.delta, privacy.clip)
         return round_of(batch_size=batch_size, sigma=sigma)
     except UsageError as error:
@@ -206,16 +205,18 @@ def open_account(
     if canaries is not None:
         units = units.add_canaries(canaries)
     released = context.statistics.get(name)
-    includes = (STATISTICS_RUN,) if released and pipeline.privacy.enabled else ()
+    includes = (released.ledger_run,) if released and pipeline.privacy.enabled else ()
     named = {"promise": study.snapshot_digest(name), "agreement": run.agreement_digest, "approved": run.approval_time}
     run_name = planned_run or run.identity
     ledger = open_ledger(study, site, run_name, terms, includes, {} if planned_run else named)
     if released:
-        require_release(ledger, STATISTICS_RUN, released.digest, study.relative_path(study.release_path(name)))
+        require_release(ledger, released.ledger_run, released.digest, study.relative_path(study.release_path(name)))
     if context.uses_files or site.is_receiver:
         return Account(ledger, units, None)
     folder = None if planned_run else run.site_folder(name)
-    plan = _load_plan(folder, site, pipeline, units.n, ledger, is_oneshot=context.method.is_oneshot)
+    plan = _load_plan(
+        folder, site, pipeline, units.n, ledger, is_single_release=context.method.payload.is_single_release
+    )
     return Account(ledger, units, plan)
 
 
@@ -327,7 +328,7 @@ def _list_paid_rounds(study: Study, site: str) -> list[tuple[str, str, int]]:
 def _uses_statistics(run: RunFolder) -> bool:
     """Return whether a run computed its heads from released statistics, not only its initial weights."""
     pipeline = load_run_pipeline(run.path / "config.toml")
-    return pipeline.train.from_released and find_method(str(run.manifest["method"]), pipeline).is_oneshot
+    return find_method(str(run.manifest["method"]), pipeline).uses_files
 
 
 def _read_claims(study: Study, files: Sequence[Path]) -> list[tuple[str, str]]:
@@ -343,7 +344,7 @@ def _read_claims(study: Study, files: Sequence[Path]) -> list[tuple[str, str]]:
         except WsiFlError as error:
             errors.append(error)
     if errors and not claims:
-        raise WsiFlError(f"{errors[0]}; {DAMAGED_HINT}")
+        raise WsiFlError(f"{errors[0]}; copy the file from its site again, or put its backup back")
     return claims
 
 
@@ -365,7 +366,7 @@ def _load_plan(
     n: int,
     ledger: PrivacyLedger,
     *,
-    is_oneshot: bool = False,
+    is_single_release: bool = False,
 ) -> PrivacyPlan | None:
     """Return the plan stored in the run or ledger, or a new one for the site's account.
 
@@ -384,11 +385,13 @@ def _load_plan(
         raise WsiFlError(f"{folder and folder.path}: the privacy plan of this run is damaged ({error})") from None
     if run_plan is None:
         past = ledger.list_mechanisms(lifetime=True)
-        return plan_round(site, pipeline, n, spent=ledger.list_mechanisms(), past=past, is_oneshot=is_oneshot)
+        return plan_round(
+            site, pipeline, n, spent=ledger.list_mechanisms(), past=past, is_single_release=is_single_release
+        )
     if privacy.target_epsilon is not None:  # chosen by the site
         current_plan = round_of(batch_size=run_plan.batch_size, sigma=run_plan.sigma)
     else:
-        current_plan = round_of(batch_size=n if is_oneshot else train.batch_size, sigma=privacy.sigma)
+        current_plan = round_of(batch_size=n if is_single_release else train.batch_size, sigma=privacy.sigma)
     ledger_plan = replace(run_plan, **recorded) if recorded else run_plan
     if changed := list_differences(ledger_plan, run_plan) or list_differences(run_plan, current_plan):
         raise UsageError(

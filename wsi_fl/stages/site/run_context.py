@@ -9,13 +9,13 @@ from typing import Self
 
 from wsi_fl.data.cohort import Cohort, concatenate_examples
 from wsi_fl.data.tasks import Task
-from wsi_fl.federation.methods import METHODS, SHARED_HEAD, Method
-from wsi_fl.oneshot.released_statistics import STATISTICS_RUN, ReleasedStatistics, load_statistics, open_projection
+from wsi_fl.federation.methods import METHODS, Method
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import SITE_FILE
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.example_kind import ExampleKind, find_example_kind
 from wsi_fl.stages.site.site_data import SiteData, open_data
+from wsi_fl.stages.site.study_hooks import EarlierRelease, StudyHooks, find_hooks
 from wsi_fl.stages.site.target_labels import build_task
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
@@ -36,23 +36,7 @@ def find_method(name: str, pipeline: Pipeline) -> Method:
 
 def adapt_settings(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
     """Return a pipeline's settings as adapted by a method."""
-    return _oneshot_settings(name, study, pipeline) if find_method(name, pipeline).is_oneshot else pipeline
-
-
-def _oneshot_settings(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
-    """Return the settings of a one-shot method: a single round, and heads that are solved, not trained."""
-    linear = find_example_kind(pipeline).linear_head
-    if linear is None:
-        raise UsageError(
-            f"{name} needs features; compute them with `wsi-fl features` (or `wsi-fl mosaic`) and set "
-            "train.data = 'features' (or 'mosaics')"
-        )
-    train_keys = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
-    projection = pipeline.model.projection
-    n = projection if isinstance(projection, int) else open_projection(study, projection).n_components
-    kind = pipeline.target.target_kind
-    model = {"private": linear, "proxy": f"{SHARED_HEAD}:{n}" + (f":{kind}" if kind != "classes" else "")}
-    return pipeline.replace_keys(train=train_keys, model=model, privacy={"clip": 1.0, "mode": "strict"})
+    return find_hooks(find_method(name, pipeline)).adapt_settings(study, pipeline)
 
 
 @dataclass(frozen=True)
@@ -80,11 +64,12 @@ class RunContext:
     def create(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> RunContext:
         """Read the files of the participating sites; stores are opened on demand."""
         folder = run or RunFolder(study.runs_path / "dry-run")
-        is_oneshot, all_sites = find_method(method, pipeline).is_oneshot, study.load_sites(pipeline)
+        single = find_method(method, pipeline).payload.is_single_release
+        all_sites = study.load_sites(pipeline)
         left_out = pipeline.train.left_out
-        sites = tuple(site for site in all_sites if site.name != left_out and (is_oneshot or not site.is_receiver))
+        sites = tuple(site for site in all_sites if site.name != left_out and (single or not site.is_receiver))
         pipeline = adapt_settings(method, study, pipeline)
-        if is_oneshot:
+        if single:
             sites = tuple(site.model_copy(update={"private_model": None}) for site in sites)
         if len(sites) < len(all_sites):
             pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})
@@ -119,17 +104,28 @@ class RunContext:
     @property
     def uses_files(self) -> bool:
         """Whether sites participate by class statistics that they released before."""
-        return self.method.is_oneshot and self.pipeline.train.from_released
+        return self.method.uses_files
 
     @cached_property
-    def statistics(self) -> dict[str, ReleasedStatistics]:
-        """The released class statistics by site, of files here; empty where none are used."""
-        starting = self.method.needs_initial_weights and self.pipeline.train.init_from == STATISTICS_RUN
-        files = load_statistics(self.study, self.sites) if starting or self.uses_files else {}
+    def hooks(self) -> StudyHooks:
+        """What the method does outside the rounds."""
+        return find_hooks(self.method)
+
+    @cached_property
+    def starter(self) -> StudyHooks | None:
+        """The hooks of the method whose earlier releases a trained model starts from (`train.init_from`), if any."""
+        start = self.pipeline.train.init_from
+        if start == "fresh" or not self.method.needs_initial_weights:
+            return None
+        return find_hooks(find_method(start, self.pipeline))
+
+    @cached_property
+    def statistics(self) -> dict[str, EarlierRelease]:
+        """The earlier releases by site, of files here; empty where none are used."""
+        hooks = self.hooks if self.uses_files else self.starter
+        files = {} if hooks is None else hooks.load_releases(self.study, self.sites)
         return {
-            name: site_statistics
-            for name, site_statistics in files.items()
-            if self.common_sites is None or name in self.common_sites
+            name: release for name, release in files.items() if self.common_sites is None or name in self.common_sites
         }
 
     @property

@@ -5,7 +5,7 @@ Models start at random, from weights, or from released class statistics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, replace
 from functools import partial
 from sys import maxsize
@@ -36,13 +36,10 @@ from wsi_fl.learning.tuning import FittedHead, HyperParameters, fit_linear_head,
 from wsi_fl.models import HUB, StartWeights, create_model, parameters_digest, schema_digest, start_digest
 from wsi_fl.models.mil import MeanOfBag
 from wsi_fl.models.weights import NoWeightsError
-from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
-from wsi_fl.oneshot.released_statistics import build_header, has_patient_means, load_projection, refuse_mismatch
-from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger_file import run_id
-from wsi_fl.privacy.privacy_plan import PrivacyPlan
+from wsi_fl.privacy.privacy_plan import PrivacyPlan, PrivateTrainer
 from wsi_fl.slides.patching.scan_copies import describe_copies
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.privacy_account import build_units, count_affordable, loss_weights, open_account
@@ -54,7 +51,7 @@ from wsi_fl.study.pipeline import Pipeline, TrainSettings
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import Section, read_setting
 from wsi_fl.system.files import file_sha256
-from wsi_fl.types import UNLABELLED, Bags, Images, NoCommonPlan, UsageError, Vectors, WsiFlError
+from wsi_fl.types import UNLABELLED, Bags, Images, NoCommonPlan, UsageError, WsiFlError
 
 _PRIVATE_SEED_STEP = 1000
 """Distance of the private models' seeds from the proxies' common seed."""
@@ -67,7 +64,7 @@ def build_schedule(context: RunContext) -> Schedule:
     return Schedule(
         rounds=train.rounds,
         epochs_per_round=train.epochs_per_round,
-        batch_size=maxsize if context.method.is_oneshot else train.batch_size,
+        batch_size=maxsize if context.method.payload.is_single_release else train.batch_size,
         eval_every=train.eval_every,
         seed=train.seed,
         weights=loss_weights(pipeline),
@@ -131,14 +128,12 @@ def build_site(context: RunContext, index: int) -> Site:
         returning=name in context.run.list_returning_sites(),
     )
     _tune_site(context, site)
-    if context.method.is_oneshot:
-        from wsi_fl.learning.local_training import load_site_rows  # and with it Opacus
-
-        load_site_rows(site.learners["shared"], site.train)
+    for role in COMMON:
+        if role in site.learners:
+            context.method.payload.load_rows(site.learners[role], site.train)
     if context.statistics:
-        _load_released(context, site)
-    if buffer := context.method.find_disclosure("buffer"):
-        site.buffer = buffer.load_stage().load_buffer(context, index)
+        (context.starter or context.hooks).use_releases(context, site)
+    site.buffer = context.hooks.load_buffer(context, index)
     return site
 
 
@@ -160,7 +155,7 @@ def build_preflight(site: Site, context: RunContext) -> PreflightDocument:
         "sites": context.names,
         "inference_sites": context.receivers,
         "graph": _hash_graph(context),
-        "projection": load_projection(data).digest if context.method.is_oneshot else None,
+        "projection": context.hooks.projection_digest(data),
         "buffer": [read_setting(pipeline, "replay.variant"), *astuple(buffer.shape)] if buffer else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
         "statistics": {name: released.digest for name, released in context.statistics.items()},
@@ -317,12 +312,12 @@ def _split_validation(context: RunContext, data: SiteData) -> TrainingPart:
             raise UsageError(f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it")
         validation = train[is_held_out]
         train, units = train[~is_held_out], units.select_rows(np.flatnonzero(~is_held_out))
-    if context.method.is_oneshot and pipeline.predict.model == "proxy":
-        raise UsageError("oneshot: the head that all sites share is called so: predict.model = 'shared'")
+    if "shared" in context.method.learners and pipeline.predict.model == "proxy":
+        raise UsageError(f"{context.name}: the model that all sites share is called so: predict.model = 'shared'")
     has_predictions = (
         pipeline.train.local_baseline
         or (pipeline.train.tune and pipeline.privacy.has_noise)
-        or context.method.is_oneshot
+        or context.method.payload.is_single_release
     )
     if pipeline.predict.model == ENSEMBLE and not has_predictions and not len(validation):
         raise UsageError(
@@ -356,8 +351,8 @@ def build_model(
             raise WsiFlError(
                 f"{context.run.name}: the {role} model of {site.name} differs from this run's; put its backup back"
             ) from None
-    if isinstance(model, SharedHead):
-        model.set_projection(load_projection(data), patients=has_patient_means(pipeline))
+    if role in COMMON:
+        context.hooks.configure_model(data, model)
     return model
 
 
@@ -398,7 +393,10 @@ def _learner_factory(
         hyper_parameters = (
             _default_parameters(keys) if stays else HyperParameters(keys.lr, keys.weight_decay, keys.balance)
         )
-        return _build_learner(model, hyper_parameters, train, n_classes, device, pipeline, dp=settings)
+        build_trainer = context.method.payload.build_trainer if role == context.method.mixing_role else None
+        return _build_learner(
+            model, hyper_parameters, train, n_classes, device, pipeline, dp=settings, build_trainer=build_trainer
+        )
 
     return make_learner
 
@@ -417,6 +415,7 @@ def _build_learner(
     pipeline: Pipeline,
     *,
     dp: DPSettings | None = None,
+    build_trainer: Callable[[Learner, DPSettings], PrivateTrainer] | None = None,
 ) -> Learner:
     """Return a learner for training examples; with differential privacy classes are not balanced."""
     return Learner(
@@ -428,6 +427,7 @@ def _build_learner(
         class_weights=_class_weights(train.label, n_classes) if hyper_parameters.balance and dp is None else None,
         task=train.task,
         bfloat16=pipeline.gpu.train == "bfloat16",
+        build_trainer=build_trainer,
     )
 
 
@@ -463,7 +463,7 @@ def _tune_site(context: RunContext, site: Site) -> None:
     if _is_linear(model):
         head = _fit_head(model, train, site.n_classes, site.device)
         for learner in local_learners.values():
-            _set_layer(learner.model, torch.from_numpy(head.weight), torch.from_numpy(head.bias))
+            set_linear_layer(learner.model, torch.from_numpy(head.weight), torch.from_numpy(head.bias))
             learner.fitted = True
         site.held_out, site.tuned_settings = head.held_out, head.fit_summary
         return
@@ -484,7 +484,7 @@ def _is_linear(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _set_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
+def set_linear_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
     """Overwrite the last layer of a linear head, with weight [classes, d] and bias [classes]."""
     assert isinstance(model, nn.Sequential)
     linear = model[-1]
@@ -532,39 +532,3 @@ def _tune_parameters(
     )
     model.load_state_dict(start)
     return hyper_parameters, held_out
-
-
-def _load_released(context: RunContext, site: Site) -> None:
-    """Load released statistics into a site's one-shot global head, or as start of its exchanged model.
-
-    WsiFlError for statistics that no honest site would release.
-    """
-    study, data, name, learners = context.study, context.open_data(site.name), site.name, site.learners
-    header = build_header(data)
-    if context.uses_files:
-        head = learners["shared"].model
-    else:
-        assert isinstance(data.shape, Bags | Vectors)
-        patients, projection = has_patient_means(context.pipeline), load_projection(data)
-        head = SharedHead(len(data.classes), data.shape.n_features, projection=projection, patients=patients)
-    assert isinstance(head, SharedHead)
-    for other, statistics in context.statistics.items():
-        refuse_mismatch(statistics.header, header, label := study.relative_path(study.release_path(other)))
-        values, facts = torch.from_numpy(statistics.vector), statistics.header
-        if problem := explain_invalid_statistics(head, values, facts.n, facts.sigma, rows=facts.unit == "row"):
-            raise WsiFlError(f"{label}: no statistics of {facts.n} {facts.unit}s: {problem}; ask its site for the file")
-    exact = np.mean([statistics.vector.astype(np.float64) for statistics in context.statistics.values()], axis=0)
-    mean, n = np.asarray(exact, np.float32), len(context.statistics)
-    if context.uses_files:
-        if local_statistics := context.statistics.get(name):
-            values = torch.from_numpy(local_statistics.vector).double()
-            k = len(values) - local_statistics.header.columns
-            head.set_noisy_statistics(values[:k], values[:k], values[k:])
-        learners["shared"].load_vector(mean, n_sites=n)
-        return
-    assert context.method.mixing_role is not None
-    learner = learners[context.method.mixing_role]
-    with torch.no_grad():
-        head.sums.copy_(torch.from_numpy(mean))
-    head.n_sites.fill_(n)
-    _set_layer(learner.model, *head.linear_layer())

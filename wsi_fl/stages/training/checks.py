@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import date
 from importlib.metadata import version
 from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.data.cohort import Cohort
-from wsi_fl.federation.methods import FILES, SHARED_HEAD, Method, list_names
+from wsi_fl.federation.methods import FILES, Method, list_names
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, find_topology, list_hops, read_graph
-from wsi_fl.oneshot.released_statistics import STATISTICS_RUN, describe_missing
-from wsi_fl.oneshot.secagg import require_enough_sites
+from wsi_fl.plugins import PAYLOAD_MODELS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.privacy_account import costs_epsilon, require_budget
@@ -21,7 +19,7 @@ from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import list_scans, open_data
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import find_clash
-from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
+from wsi_fl.types import NoCommonPlan, UsageError
 
 
 def build_graph(context: RunContext) -> Topology | None:
@@ -65,16 +63,21 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
     for refusal in _find_errors(context):
         raise UsageError(refusal)
     _check_stores_stay_apart(context, backend)
-    if (
-        stores and costs_epsilon(pipeline) and not context.uses_files
-    ):  # a rank of a hospital looks at its own file alone
-        for site in context.members:
-            require_budget(site)
-    _check_statistics(context, is_synced=not stores)
+    # a rank of a hospital looks at its own file alone
+    for site in context.members if stores and costs_epsilon(pipeline) and not context.uses_files else ():
+        require_budget(site)
+    for hooks in filter(None, (context.hooks, context.starter)):
+        hooks.check(context, is_synced=not stores)
+    if stores:
+        _check_stores(context, is_reported=is_reported)
+
+
+def _check_stores(context: RunContext, *, is_reported: bool) -> None:
+    """Refuse stores here that cannot be opened, and report doubts unless `is_reported`."""
     scans: list[Scan] = []
-    for site in sites if stores else ():
+    for site in context.sites:
         if site.name in context.local_names and (site.allows("patches") or not context.has_store(site.name)):
-            with open_data(context.study, site.name, pipeline) as data:
+            with open_data(context.study, site.name, context.pipeline) as data:
                 doubts = filter(None, (data.remark, _find_doubt(context, site, data.cohort)))
                 for doubt in () if is_reported else doubts:
                     print_message(f"  {doubt}", "yellow")
@@ -89,7 +92,7 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
 def list_traits(method: Method) -> set[str]:
     """Return the traits of a method that configuration keys require or exclude."""
     traits = {
-        "a method of sums": method.is_oneshot,
+        "a method of sums": method.payload.has_secure_sum,
         "a method of synthetic patches": method.find_disclosure("generator", "buffer") is not None,
         "a method without differential privacy": bool(method.bare_disclosures),
         "a method that orders sites anew": any(share.is_in_rounds for share in method.bare_disclosures),
@@ -104,7 +107,7 @@ def _find_doubt(context: RunContext, site: SiteFile, cohort: Cohort) -> str:
         return ""
     patients = cohort.obs["patient"][cohort.obs["split"] == "train"]
     n = patients.nunique() if privacy.unit == "patient" else len(patients)
-    if privacy.target_epsilon is None and train.batch_size > n > 0 and not context.method.is_oneshot:
+    if privacy.target_epsilon is None and train.batch_size > n > 0 and not context.method.payload.is_single_release:
         return (
             f"site {site.name}: train.batch_size = {train.batch_size} is more than its {n} {privacy.unit}s, "
             f"and divides sums over {n}"
@@ -148,7 +151,7 @@ def _check_disclosures(context: RunContext) -> None:
 
 def _find_errors(context: RunContext) -> Iterator[str]:
     """Yield errors of participating sites, their models and their permissions."""
-    train, model, privacy = context.pipeline.train, context.pipeline.model, context.pipeline.privacy
+    train, model = context.pipeline.train, context.pipeline.model
     if train.left_out is not None and not context.study.load_site(train.left_out).allows("patches"):
         yield (
             f"sites/{train.left_out}.toml: models are tested on all patients of a site that is left out; add "
@@ -156,20 +159,14 @@ def _find_errors(context: RunContext) -> Iterator[str]:
         )
     if not context.members and train.left_out is not None:
         yield f"train.left_out = {train.left_out!r} leaves no site to train"
-    if not context.method.is_oneshot and any(
-        model_name.startswith(SHARED_HEAD) for model_name in (model.private, model.proxy)
-    ):
-        yield f"model {SHARED_HEAD!r} needs --method {list_names(lambda row: row.is_oneshot)}"
+    if not context.members:
+        yield f"{context.name} needs a site with labels, and all of them are receivers"
+    for family in {name.split(":")[0] for name in (model.private, model.proxy)} & {*PAYLOAD_MODELS}:
+        if not context.method.payload.is_single_release:
+            names = list_names(lambda row: row.payload.is_single_release)
+            yield f"model {family!r} is computed, not trained: it needs --method {names}"
     if model.weights not in {"", "hub"} and not context.study.resolve(model.weights).exists():
         yield f"model.weights = {model.weights!r}: no such file or folder; copy it here, or set model.weights = 'hub'"
-    if privacy.noise == "shared":  # with the permission of each real site
-        require_enough_sites(len(context.sites), privacy.colluding, privacy.dropouts)
-        for site in context.sites:
-            if not site.allows("shared"):
-                yield (
-                    f"sites/{site.name}.toml: with privacy.noise = 'shared' this site's ε rests on noise of other "
-                    'sites; add allow = ["shared"] there, or set privacy.noise = "own"'
-                )
     closed_sites = [site.name for site in context.sites if not site.allows("patches")]
     if closed_sites and context.method.learns_from == "everybody":
         reason = f"{context.name} needs every site's patches"
@@ -185,59 +182,12 @@ def _check_stores_stay_apart(context: RunContext, backend: str) -> None:
         )
 
 
-def _check_statistics(context: RunContext, *, is_synced: bool) -> None:
-    """Refuse a run on released statistics that cannot be used or, unless synchronised later, are missing."""
-    pipeline, row = context.pipeline, context.method
-    if context.receivers and pipeline.privacy.noise == "shared":
-        raise UsageError(
-            f"sites/{context.receivers[0]}.toml: a receiver takes no part in distributed noise; set privacy.noise = "
-            "'own'"
-        )
-    if not context.members:
-        raise UsageError(f"{context.name} needs a site with labels, and all of them are receivers")
-    if context.uses_files and is_synced and pipeline.privacy.noise == "shared":
-        raise UsageError("released statistics have noise of each site; set privacy.noise = 'own'")
-    if context.uses_files and not is_synced:
-        require_statistics(context)
-        if not context.local_names:
-            raise WsiFlError("no site of this run has its store here")
-    if pipeline.train.init_from == STATISTICS_RUN and row.needs_initial_weights:
-        role = "proxy" if row.mixing_role == "proxy" else "private"
-        linear = context.kind.linear_head
-        if linear is None or getattr(pipeline.model, role) != linear:
-            head_name = repr(linear) if linear else "'linear_head', and train.data = 'features'"
-            raise UsageError(f"train.init_from = 'oneshot' is for linear heads: set model.{role} = {head_name}")
-        if missing := [name for name in context.names if name not in context.statistics]:
-            raise WsiFlError(describe_missing(context.study, missing[0]))
-
-
-def require_statistics(context: RunContext) -> None:
-    """Require as many released statistics as agreed; WsiFlError names the missing ones."""
-    train, n_available = context.pipeline.train, len(context.statistics)
-    missing = [site.name for site in context.members if site.name not in context.statistics]
-    n, is_late = (n_available + len(missing), bool(train.deadline and date.today().isoformat() > train.deadline))
-    needed = train.min_sites or (1 if is_late else max(1, n))
-    if needed > n:
-        raise UsageError(f"statistics of {needed} sites are needed (train.min_sites), but only {n} sites release any")
-    if n_available < needed:
-        deadline_note = f" (awaited until {train.deadline})" if train.deadline and not is_late else ""
-        first = describe_missing(context.study, missing[0])
-        raise WsiFlError(
-            f"statistics of {n_available} of {n} sites are here, and {needed} are needed; missing{deadline_note}: "
-            f"{', '.join(missing)}; {first}" + (f", or set train.min_sites = {n_available}" if n_available else "")
-        )
-
-
 def report_doubts(context: RunContext, *, stores: bool = True) -> None:
     """Report doubts that are no errors: random directions, missing statistics, unusual `stores`."""
     if stores:
         _report_other_patches(context)
-    if context.method.is_oneshot and isinstance(context.pipeline.model.projection, int):
-        print_message(
-            "  features are projected on random directions, which costs a good part of the gain; "
-            "wsi-fl projection finds better ones from public reference slides",
-            style="yellow",
-        )
+    for doubt in context.hooks.find_doubts(context):
+        print_message(f"  {doubt}", style="yellow")
     keys, model_choice = context.pipeline.train, context.pipeline.predict.model
     can_validate = context.task.kind == "classes" or not context.method.has_local_baseline or keys.val_fraction
     if not can_validate and keys.local_baseline and model_choice == "auto":
@@ -246,10 +196,6 @@ def report_doubts(context: RunContext, *, stores: bool = True) -> None:
             "survival, and ε brings no gain",
             style="yellow",
         )
-    if context.uses_files and (
-        missing := [site.name for site in context.members if site.name not in context.statistics]
-    ):
-        print_message(f"  not included, as there is no file in statistics/: {', '.join(missing)}", style="yellow")
     if context.receivers:
         print_message(f"  without labels, receives the head and spends nothing: {', '.join(context.receivers)}")
 

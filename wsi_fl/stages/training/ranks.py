@@ -19,7 +19,6 @@ from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.comm import Comm, MpiComm
 from wsi_fl.federation.cross_site_evaluation import CrossSiteScoring
 from wsi_fl.federation.site_state import Site
-from wsi_fl.oneshot.sync_statistics import sync_statistics
 from wsi_fl.report.formatting import SCORES
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import append_note, hold_site_lock
@@ -61,7 +60,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     for index in comm.sites:
         run.site_folder(names[index]).record_site_file(dump_toml(study.load_site(names[index])))
     with RunContext.restore(study.pin_run(run.path), run) as initial_context:
-        context = sync_statistics(initial_context, comm)
+        context = initial_context.hooks.sync_releases(initial_context, comm)
         rows = _train_sites(context, comm, watcher)
     summary = build_summary(context, rows, time.perf_counter() - start)
     if comm.running[0] in comm.sites or not (run.path / "summary.json").exists():
@@ -99,8 +98,7 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
             if notice := describe_disclosures(site, method):
                 watcher.print_message(f"  {notice}")
                 site.folder.log(notice)
-        for disclosure in method.list_disclosures("before"):
-            disclosure.load_stage().provide_images(context, sites, comm, watcher)
+        context.hooks.before_rounds(context, sites, comm, watcher)
         report, schedule = _make_reporter(sites, context.pipeline, watcher), build_schedule(context)
         rounds = schedule.rounds
         loop.run(sites, method, schedule, comm, report)
@@ -116,8 +114,7 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
             reporting_sites=[site.index for site in sites if context.reports_scores(site.name)],
             report_alive=lambda site: report({"site": site.name, "round": rounds, "step": 1, "steps": 1}),
         ).run()
-        for disclosure in method.list_disclosures("after"):
-            disclosure.load_stage().send_models(context, sites, comm)
+        context.hooks.after_rounds(context, sites, comm)
     rows = comm.gather([build_row(site) for site in sites], SummaryRow, patient=True)
     for site in sites:
         site.folder.write_account(site.ledger.summary() | {"group": compute_group(site)})

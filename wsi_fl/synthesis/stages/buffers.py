@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from wsi_fl.data.cohort import Cohort
+from wsi_fl.federation.methods import Disclosure
 from wsi_fl.federation.site_state import Buffer, BufferShape
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import SiteData, is_source_store
+from wsi_fl.stages.site.study_hooks import StudyHooks
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Replay
@@ -76,8 +78,16 @@ def _draw_buffer(context: RunContext, data: SiteData, shape: BufferShape, index:
     return Buffer(shape, shape.pack_samples(examples.read(np.arange(len(labels))), labels), provenance)
 
 
-def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
-    """Return the bytes of a buffer; None for models without images."""
-    if not isinstance(shape, Images):
-        return None
-    return BufferShape(pipeline.find_section(Replay).buffer, shape.size_px, shape.channels, n_classes).n_bytes
+class _BufferHooks(StudyHooks):
+    """Buffers of the variants that send any."""
+
+    def load_buffer(self, context: RunContext, index: int) -> Buffer | None:
+        return load_buffer(context, index) if context.method.find_disclosure("buffer") else None
+
+    def count_bytes(self, pipeline: Pipeline, disclosure: Disclosure, shape: Shape, n_classes: int) -> int | None:
+        if not isinstance(shape, Images):
+            return None
+        return BufferShape(pipeline.find_section(Replay).buffer, shape.size_px, shape.channels, n_classes).n_bytes
+
+
+HOOKS = _BufferHooks()

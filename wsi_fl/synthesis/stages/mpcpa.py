@@ -24,6 +24,7 @@ from wsi_fl.data.privacy_units import row_units
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Digest, RoundNumber
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
+from wsi_fl.federation.methods import Disclosure
 from wsi_fl.federation.site_state import Site, release_once
 from wsi_fl.models import schema_digest
 from wsi_fl.privacy.ledger_file import Release, digest_values
@@ -31,6 +32,7 @@ from wsi_fl.stages.runtime.console import Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import load_patches
+from wsi_fl.stages.site.study_hooks import StudyHooks
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -218,13 +220,33 @@ def send_models(context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
         site.folder.log(f"sent its model to the server, {time.perf_counter() - start_time:.2f} s")
 
 
-def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
+def _count_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
     """Return the bytes of a denoiser; None for models without images."""
     if not isinstance(shape, Images):
         return None
     ddpm = pipeline.find_section(Ddpm)
     ddpm_shape = DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels, ddpm.layers)
     return 4 * UNet(ddpm_shape).n_values
+
+
+class _GeneratorHooks(StudyHooks):
+    """Denoisers before the rounds, and classifiers after them, where the method sends any."""
+
+    def before_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
+        provide_images(context, sites, comm, watcher)
+
+    def after_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
+        if context.method.list_disclosures("after"):
+            send_models(context, sites, comm)
+
+    def count_bytes(self, pipeline: Pipeline, disclosure: Disclosure, shape: Shape, n_classes: int) -> int | None:
+        return _count_bytes(pipeline, shape, n_classes)
+
+    def voting_rule(self, pipeline: Pipeline) -> str:
+        return pipeline.find_section(Mpcpa).aggregate
+
+
+HOOKS = _GeneratorHooks()
 
 
 # ---- the star
