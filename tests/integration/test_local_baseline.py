@@ -76,22 +76,6 @@ def test_the_bias_is_midway_between_classes_of_rows_that_were_held_out():
     assert found.loss == selection_loss(found.held_out, labels, CLASSES)
 
 
-def test_the_local_baseline_reaches_the_accuracy_of_scikit_learn(skewed_study):
-    run = train_run(skewed_study, *ALONE)
-    rows = evaluate(skewed_study, run)["sites"]
-    for k, share in enumerate((0.1, 0.9)):
-        x, labels = rows_of(100, k, share, d=200)
-        tests = [rows_of(200, 10 + j, d=200) for j in range(2)]
-        strength = of_site(skewed_study.root / run, f"S{k}", "tuning")["strength"]
-        theirs = LogisticRegression(C=strength, class_weight="balanced", max_iter=2000)
-        theirs.fit(normalise_rows(x), labels)
-        right = np.concatenate([theirs.predict(normalise_rows(t)) == y for t, y in tests])
-        assert rows[k]["accuracy"] > right.mean() - 0.01
-    plain = train_run(skewed_study, *ALONE, "train.tune=false", "train.rounds=20")
-    before = evaluate(skewed_study, plain)["merged"]["accuracy"]["mean"]
-    assert np.mean([row["accuracy"] for row in rows]) > before + 0.05  # its prior was most of what it lacked
-
-
 def test_strength_is_chosen_on_patients_that_were_held_out():
     rng = np.random.default_rng(0)
     labels = np.tile([0, 1], 60)

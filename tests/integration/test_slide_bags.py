@@ -29,7 +29,6 @@ from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.privacy.row_independence import model_origin
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.predict import predict
-from wsi_fl.stages.evaluation.slide_predictor import load_predictor
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore, write_bags
@@ -230,10 +229,6 @@ def test_methods_train_on_slides(bags, method):
     assert [row["n"] for row in document["sites"]] == [8, 8]
 
 
-def test_training_learns_separable_classes(done):
-    assert done[2]["merged"]["accuracy"]["mean"] > 0.9
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -266,6 +261,7 @@ def test_missing_and_impossible_mosaics_are_refused_with_advice(bags):
 
 def test_internal_external_and_tumour_type_scores_follow_from_the_predictions(done):
     study, name, document = done
+    assert document["merged"]["accuracy"]["mean"] > 0.9  # classes are easily told apart
     for row in document["sites"]:
         lines = answers(study.root / name, row["site"])
         assert len(lines) == row["n"] == 8 and set(row["tumor_types"]) == set(TYPES)
@@ -428,17 +424,6 @@ def test_heads_train_as_private_models_and_proxies_under_privacy(tmp_path, name,
     overrides = [*models, "train.max_patches=3", f"privacy.unit={unit}"]
     summary = trained(study, "proxyfl", *overrides)
     assert all(row["epsilon"] > 0 and row["guarantee"] == "guaranteed" for row in summary["sites"])
-
-
-def test_attention_of_every_head_reaches_predict(tmp_path):
-    study = make_bag_study(tmp_path / "study", n_sites=1)
-    for name in HEADS:
-        overrides = [OPEN, f"model.private={name}", "train.rounds=1"]
-        run = trained(study, "regular", *overrides)["run"]
-        predictor = load_predictor(study, run, "S0")
-        bag = predictor.store.read_bag(2)
-        attention = predictor.predict_slide(bag, None).attention
-        assert attention.shape == (len(bag.features),) and attention.sum() == pytest.approx(1, abs=1e-5)
 
 
 def make_numbered_bags(lengths=(3, 50, 20)):
