@@ -203,7 +203,8 @@ def plan_privacy(
 def evaluate(run: Run, overrides: PredictionOverrides = None, as_json: Json = False) -> None:
     """Evaluate every site's prediction model on the merged multi-centric test set and on each site's part."""
     study = find_study()
-    from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
+    from wsi_fl.stages.evaluation.evaluate import evaluate
+    from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 
     work = partial(evaluate, study, run, overrides=overrides or [])
     run_work("evaluate", work, as_json, render_evaluation_lines)

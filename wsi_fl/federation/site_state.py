@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.data.cohort import Augment, Cohort, concatenate_examples
+from wsi_fl.data.batches import Augment
+from wsi_fl.data.cohort import Cohort, concatenate_examples
 from wsi_fl.data.metrics import Probabilities
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, TrainingSources
 from wsi_fl.federation.methods import Method, Weights
@@ -61,7 +62,7 @@ class BufferShape:
         head = self.n * _LABEL_TYPE.itemsize
         pixels = values[head:].reshape(self.n, self.size_px, self.size_px, self.channels)
         name = np.full(self.n, "synthetic")
-        return Cohort(lambda rows: pixels[rows], self._read_labels(values), name, name)
+        return Cohort.from_columns(pixels.__getitem__, self._read_labels(values), name, name)
 
     def find_problem(self, values: Flat) -> str:
         """Return why bytes are no buffer of this shape, or ""."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from wsi_fl import __version__
-from wsi_fl.data.validation import COMMON
+from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.models.export_formats import DownsamplingModel, HeadWithEncoder, input_name, write_onnx, write_torchscript
 from wsi_fl.report.formatting import SCORES, SHORT_SCORES, describe_worst_detection, format_number
 from wsi_fl.report.sections import find_benefit_measure

@@ -194,9 +194,9 @@ def _test_set_key(run: FinishedRun) -> tuple[object, ...]:
 
 
 def _describe_store(data: SiteData) -> dict[str, object]:
-    store, table, (names, kind) = data.store, data.table, _counting_classes(data)
+    store, obs, (names, kind) = data.store, data.cohort.obs, _counting_classes(data)
     counts = {
-        split: {c: int(((kind == k) & (table.split == split)).sum()) for k, c in enumerate(names)}
+        split: {c: int(((kind == k) & (obs["split"] == split)).sum()) for k, c in enumerate(names)}
         for split in ("train", "val", "test")
     }
     return {
@@ -204,8 +204,8 @@ def _describe_store(data: SiteData) -> dict[str, object]:
         **{c: sum(counts[split][c] for split in counts) for c in names},
         "train": sum(counts["train"].values()),
         "test": sum(counts["test"].values()),
-        "patients": len(np.unique(table.patient)),
-        "slides": len(np.unique(table.slide)),
+        "patients": obs["patient"].nunique(),
+        "slides": obs["slide"].nunique(),
         **_describe_bags(data),
         "size_px": store.meta.spec.size_px,
         "mpp": store.meta.spec.mpp,
@@ -215,7 +215,7 @@ def _describe_store(data: SiteData) -> dict[str, object]:
 
 def _counting_classes(data: SiteData) -> tuple[tuple[str, ...], NDArray[Any]]:
     """Return the counted categories, classes or whether the event was observed, and their index by example."""
-    label = data.table.label
+    label = data.cohort.label
     if data.receives:
         return UNLABELLED, label
     if data.task.kind == "survival":

@@ -30,8 +30,8 @@ from wsi_fl.privacy.privacy_plan import PrivacyPlan, list_differences, plan_of_r
 from wsi_fl.privacy.privacy_plan import propose_plan as best_plan
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import SiteFolder
+from wsi_fl.stages.site.example_kind import counts_patients
 from wsi_fl.stages.site.run_context import RunContext, find_method
-from wsi_fl.stages.site.site_data import counts_patients
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile

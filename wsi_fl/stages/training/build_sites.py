@@ -16,21 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from wsi_fl.data.cohort import (
-    Cohort,
-    build_augmentation,
-    concatenate_examples,
-    draw_epoch_rows,
-    load_batches,
-    sample_patches,
-    select_examples,
-)
+from wsi_fl.data.batches import build_augmentation, draw_epoch_rows, load_batches
+from wsi_fl.data.cohort import Cohort, concatenate_examples, sample_patches
 from wsi_fl.data.metrics import Probabilities
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, build_canaries, toss_coins
-from wsi_fl.data.validation import COMMON, ENSEMBLE, LOCAL, draw_held_out, require_patient_names
+from wsi_fl.data.validation import draw_held_out, require_patient_names
 from wsi_fl.federation.methods import MakeLearner, Method
 from wsi_fl.federation.preflight import PreflightDocument, Setting
 from wsi_fl.federation.site_state import Schedule, Site
+from wsi_fl.learning.ensemble import COMMON, ENSEMBLE, LOCAL
 from wsi_fl.learning.local_training import (
     DPSettings,
     Learner,
@@ -230,7 +224,7 @@ def load_training(context: RunContext, name: str) -> TrainingPart:
     for site in context.names:  # patients of different sites are distinct, even with equal names
         data, n = context.open_data(site), sum(map(len, patients))
         part, eligible = _load_examples(data), data.list_eligible()
-        parts.append(replace(part, patient=_prefix_patients(site, part.patient)))
+        parts.append(part.assign_columns(patient=_prefix_patients(site, part.patient)))
         patients.append(_prefix_patients(site, eligible.patient))
         places.append(n + eligible.training)
     units = build_units(context.pipeline, np.concatenate(patients), name)
@@ -316,11 +310,8 @@ def _split_validation(context: RunContext, data: SiteData) -> TrainingPart:
         is_held_out = draw_held_out(train.patient, fraction, pipeline.train.seed, data.holdout_draw)
         if len(train) and is_held_out.all():
             raise UsageError(f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it")
-        validation = select_examples(train, np.flatnonzero(is_held_out))
-        train, units = (
-            select_examples(train, np.flatnonzero(~is_held_out)),
-            units.select_rows(np.flatnonzero(~is_held_out)),
-        )
+        validation = train[is_held_out]
+        train, units = train[~is_held_out], units.select_rows(np.flatnonzero(~is_held_out))
     if "shared" in context.method.learners and pipeline.predict.model == "proxy":
         raise UsageError(f"{context.name}: the model that all sites share is called so: predict.model = 'shared'")
     has_predictions = (
@@ -525,7 +516,7 @@ def _tune_parameters(
 
     def predict_others(hyper_parameters: HyperParameters, is_training: NDArray[np.bool_]) -> Probabilities:
         model.load_state_dict(start)
-        training, others = (select_examples(train, np.flatnonzero(rows)) for rows in (is_training, ~is_training))
+        training, others = train[is_training], train[~is_training]
         learner = _build_learner(model, hyper_parameters, training, site.n_classes, site.device, pipeline)
         stream = CipherStream.from_seed(keys.seed, "tuning")
         patch_stream = stream if keys.max_patches else None  # the draws of patches
