@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -50,7 +50,7 @@ class ExportRequest:
     site: SiteFile
     model_name: str
     role: str
-    facts: Mapping[str, Any]
+    facts: Json
 
     @cached_property
     def site_names(self) -> list[str]:
@@ -58,7 +58,7 @@ class ExportRequest:
         return [site.name for site in ([self.site] if self.model_name == "private" else self.context.members)]
 
     @cached_property
-    def accounts(self) -> dict[str, dict[str, Any]]:
+    def accounts(self) -> dict[str, Json]:
         """The final privacy accounts of the sites of its training patients whose part of the run is here."""
         folders = {name: self.context.run.site_folder(name) for name in self.site_names}
         return {name: folder.read_account() for name, folder in folders.items() if folder.account_path.exists()}
@@ -110,7 +110,7 @@ def export_model(
     site: str | None = None,
     private: bool = False,
     out: Path | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Write a model of a run for another program, with MODEL_CARD.md and model_card.json; return the document.
 
     Args:
@@ -157,7 +157,7 @@ def export_model(
     }
 
 
-def render_model_export(document: dict[str, Any]) -> Lines:
+def render_model_export(document: Json) -> Lines:
     """Yield the privacy warning, then the files."""
     private = document["model"] == "private" or "without differential privacy" in document["warning"]
     yield TextLine(document["warning"], "bold yellow" if private else "")
@@ -294,7 +294,7 @@ def _load_encoder(request: ExportRequest) -> Any:
     return encoder
 
 
-def build_card(request: ExportRequest, result: ExportResult, folder: Path) -> dict[str, Any]:
+def build_card(request: ExportRequest, result: ExportResult, folder: Path) -> Json:
     """Return the card of an exported model as a document."""
     context = request.context
     return {
@@ -353,7 +353,8 @@ def _released_parts(request: ExportRequest, evaluation: Json) -> list[Json]:
 def _model_parts(request: ExportRequest, evaluation: Json, merged: bool) -> list[Json]:
     """Return the scores of a site's model on its test part, and where `merged` on those of all sites.
 
-    There are none where the site does not allow them. Numbers of examples and intervals are those of the site's predictions, known where this model alone makes them.
+    There are none where the site does not allow them. Numbers of examples and intervals are known where this model
+    alone makes the site's predictions.
     """
     row = next((row for row in evaluation["sites"] if row["site"] == request.site.name), None)
     model = row["models"].get(request.role) if row and request.site.allows("scores") else None
@@ -400,7 +401,7 @@ def _find_audit_bound(request: ExportRequest, site: str) -> float | None:
     return max(bounds, default=None)
 
 
-def _warning_text(card: Mapping[str, Any]) -> str:
+def _warning_text(card: Json) -> str:
     """Return the privacy warning of a model card."""
     private = card["role"] == "private"
     if card["privacy"]["covered"]:
@@ -413,7 +414,7 @@ def _warning_text(card: Mapping[str, Any]) -> str:
     )
 
 
-def _render_card(card: Mapping[str, Any]) -> str:
+def _render_card(card: Json) -> str:
     gain, scores = card["benefit"], (card["metrics"] or {}).get("scores", ())
     benefit_text = None
     if gain and (benefit := find_benefit_measure()):

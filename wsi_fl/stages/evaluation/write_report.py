@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.report import formatting
+from wsi_fl.report.formatting import Json
 from wsi_fl.report.run_page import render_run_page
 from wsi_fl.report.run_sections import Page
 from wsi_fl.report.sections import find_benefit_measure
@@ -149,10 +150,10 @@ def _collect_values(context: RunContext) -> dict[str, tuple[NDArray[np.float64],
     }
 
 
-def find_baselines(context: RunContext, reference: FinishedRun) -> Iterable[dict[str, Any]]:
+def find_baselines(context: RunContext, reference: FinishedRun) -> Iterable[Json]:
     """Return other evaluated runs on the same examples and splits: the last of each method and privacy setting,
     preferably of this seed."""
-    latest: dict[tuple[str, bool], dict[str, Any]] = {}
+    latest: dict[tuple[str, bool], dict[str, object]] = {}
     runs: dict[tuple[str, bool], FinishedRun] = {}
     oldest_first = [*find_finished_runs(context.study)][::-1]
     for other in sorted(oldest_first, key=lambda other: other.seed == reference.seed):
