@@ -49,6 +49,7 @@ check: env       ## ruff, mypy --strict, import-linter
 
 docs: .venv/.docs  ## the documentation as HTML, in docs/_build
 	$(BIN)/python -c "from pathlib import Path; from wsi_fl.study.reference import render_reference_page; Path('docs/reference/configuration.md').write_text(render_reference_page(), 'utf-8')"
+	$(BIN)/python docs/draw_architecture.py
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 .venv/.docs: .venv/.ready

@@ -23,7 +23,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from wsi_fl.data.cohort import Cohort, load_batches
+from wsi_fl.data.batches import load_batches
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, take_supervised_step
 from wsi_fl.models import create_model
 from wsi_fl.models.encoder import Encoder, build_preset_model, encode_batches

@@ -16,7 +16,7 @@ import torch
 from big_slide import write_big_slide
 from numpy.typing import NDArray
 
-from wsi_fl.data.cohort import load_batches
+from wsi_fl.data.batches import load_batches
 from wsi_fl.demo.simulated_slides import plan_slides, simulate_slide
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides

@@ -101,21 +101,12 @@ def patches(
 
 def examples(store: PatchStore | BagStore, split: str = "train") -> Cohort:
     """Return the labelled rows of a split, "train", "val" or "test": patches, or a feature store's bags."""
-    import numpy as np
+    from wsi_fl.data.cohort import Cohort
+    from wsi_fl.stores.bag_store import BagStore
 
-    from wsi_fl.data.cohort import Cohort, build_bag_examples, select_examples
-    from wsi_fl.stores.patch_store import PatchStore
-
-    rows = np.flatnonzero(store.table.split == split)
-    if isinstance(store, PatchStore):
-        table = store.table
-        return select_examples(Cohort(store.read, table.label, table.slide, table.patient), rows)
-    bags = store
-
-    def read(k: int) -> NDArray[np.float32]:
-        return bags.read_bag(int(rows[k])).features
-
-    return build_bag_examples(read, bags.table.take(rows), None, n_features=bags.n_features, in_memory=False)
+    patches = Cohort.read_store(store)
+    rows = patches.group("slide") if isinstance(store, BagStore) else patches
+    return rows[rows.obs["split"] == split]
 
 
 def loader(dataset: Cohort, *, batch_size: int = 32, shuffle: bool = False) -> DataLoader[int]:
@@ -131,7 +122,8 @@ def loader(dataset: Cohort, *, batch_size: int = 32, shuffle: bool = False) -> D
     import torch
     from torch.utils.data import DataLoader
 
-    from wsi_fl.data.cohort import build_tensor, require_labels
+    from wsi_fl.data.batches import build_tensor
+    from wsi_fl.data.cohort import require_labels
 
     require_labels(dataset)
 

@@ -15,7 +15,8 @@ from scipy.stats import binom, binomtest
 from sklearn.metrics import roc_auc_score
 from training_runs import trained
 
-from wsi_fl.data.cohort import concatenate_examples, load_batches
+from wsi_fl.data.batches import load_batches
+from wsi_fl.data.cohort import concatenate_examples
 from wsi_fl.data.privacy_units import build_canaries, toss_coins
 from wsi_fl.evidence import audit_run as stage
 from wsi_fl.evidence.attacks import (

@@ -262,7 +262,8 @@ def test_more_than_two_classes_are_scored_one_against_the_rest(n_classes):
     said, truth = rng.dirichlet(np.ones(n_classes), 60), rng.integers(0, n_classes, 60)
     outputs = tuple(f"grade {k}" for k in range(n_classes))
     part, patients = np.full(60, "C1"), clinical_metrics.aggregate_patients(said, truth, names)
-    table = PredictionTable("C1", "proxy", part, names, names, truth, {"proxy": said}, outputs)
+    obs = pd.DataFrame({"part": part, "slide": names, "patient": names, "label": truth})
+    table = PredictionTable("C1", "proxy", obs, {"proxy": said}, outputs)
     asked = stage._SitePatients(patients, said.argmax(1), None, None, table, None)
     found = stage._describe_site("C1", [asked], None, 10)["classes"]
     assert [*found] == [*outputs]

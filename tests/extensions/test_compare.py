@@ -24,7 +24,8 @@ from wsi_fl.evidence.compare import compare_methods, render_comparison_lines
 from wsi_fl.evidence.comparison_page import ChartRow, render_comparison_png
 from wsi_fl.evidence.verdict import Estimate, decide_verdict, holm_adjust
 from wsi_fl.report.figures import load_palette
-from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.runtime.console import TextTable
 from wsi_fl.system.files import write_sealed

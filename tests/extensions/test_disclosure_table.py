@@ -334,7 +334,7 @@ def test_a_diverged_private_model_is_frozen_and_its_proxy_continues(study, monke
 def test_a_model_with_nan_logits_predicts_equal_probabilities():
     images = np.zeros((4, 1, 1, 2), np.float32)
     allowed = np.array([[True, True, True], [True, False, True], [True, True, True], [False, True, False]])
-    examples = Cohort(images.__getitem__, np.array([0, 2, 1, 1]), np.full(4, ""), np.full(4, ""), allowed)
+    examples = Cohort.from_columns(images.__getitem__, np.array([0, 2, 1, 1]), np.full(4, ""), np.full(4, ""), allowed)
     logits = torch.tensor([[np.nan, 0, 0], [np.inf, 0, 1], [-np.inf] * 3, [0, np.nan, 0]])
     answers = predict_examples(lambda x: logits[: len(x)], examples, torch.device("cpu"))
     assert np.isnan(answers).any(1).all()  # `predict` refuses to draw that

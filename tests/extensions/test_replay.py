@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from wsi_fl.data.cohort import Cohort, build_tensor
+from wsi_fl.data.batches import build_tensor
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.privacy_units import TrainingSet, row_units
 from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
@@ -107,7 +108,7 @@ def test_every_round_is_one_cycle_through_all_sites_and_buffers_are_sent_with_mo
 def images(rng, n, size_px=16):
     pixels = rng.integers(0, 256, (n, size_px, size_px, 3)).astype(np.uint8)
     name = np.full(n, "x")
-    return Cohort(lambda rows: pixels[rows], rng.integers(0, 2, n), name, name)
+    return Cohort.from_columns(lambda rows: pixels[rows], rng.integers(0, 2, n), name, name)
 
 
 def test_the_loss_of_a_batch_is_half_of_equation_4():

@@ -154,7 +154,7 @@ def test_examples_are_matched_across_seeds_whatever_their_row(finished_series, t
     table = read_predictions(folder)
     (tmp_path / "S0").mkdir()
     other = SiteFolder(tmp_path / "S0")
-    write_predictions(other, table.select_rows(np.arange(len(table))[::-1]))
+    write_predictions(other, table[np.arange(len(table))[::-1]])
     said = read_example_scores(folder, "own")
     assert len(said) == len(table.local_rows) and said == read_example_scores(other, "own")
 

@@ -22,7 +22,8 @@ from wsi_fl.hospitals.plans.planned_run import read_planned_run
 from wsi_fl.hospitals.plans.review import review_lines, review_plan
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 from wsi_fl.stages.evaluation.export_model import ExportResult, build_card, find_model
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.prepare.import_export import import_features

@@ -6,29 +6,22 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
-from conftest import LARGER, interrupted_after, make_study, metrics, nightly, refused, same, write_features
+from conftest import LARGER, interrupted_after, make_study, metrics, nightly, same, write_features
 from safetensors.torch import load_file
 from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
 from training_runs import of_site, trained
 
-from wsi_fl.data.metrics import _center_scores, find_operating_point
-from wsi_fl.data.validation import roles_of_choice
+from wsi_fl.data.tasks import CLASSES
 from wsi_fl.learning.ensemble import (
     Ensemble,
     build_ensemble,
     gate_ensemble,
+    roles_of_choice,
     single_federated_ensemble,
     weight_by_sample_size,
 )
-from wsi_fl.learning.tuning import (
-    HyperParameters,
-    _class_balanced_loss,
-    _split_folds,
-    fit_linear_head,
-    softmax,
-    tune_hyperparameters,
-)
+from wsi_fl.learning.tuning import HyperParameters, fit_linear_head, selection_loss, softmax, tune_hyperparameters
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.training.train import resume_run
 from wsi_fl.stores.patch_store import PatchStore
@@ -80,23 +73,7 @@ def test_the_bias_is_midway_between_classes_of_rows_that_were_held_out():
     plain = LogisticRegression(C=found.strength, class_weight="balanced", max_iter=2000).fit(x, labels)
     right = ((more @ found.weight.T + found.bias).argmax(1) == theirs).mean()
     assert right > (plain.predict(more) == theirs).mean() + 0.03
-    assert found.loss == _class_balanced_loss(found.held_out, labels)
-
-
-def test_the_local_baseline_reaches_the_accuracy_of_scikit_learn(skewed_study):
-    run = train_run(skewed_study, *ALONE)
-    rows = evaluate(skewed_study, run)["sites"]
-    for k, share in enumerate((0.1, 0.9)):
-        x, labels = rows_of(100, k, share, d=200)
-        tests = [rows_of(200, 10 + j, d=200) for j in range(2)]
-        strength = of_site(skewed_study.root / run, f"S{k}", "tuning")["strength"]
-        theirs = LogisticRegression(C=strength, class_weight="balanced", max_iter=2000)
-        theirs.fit(normalise_rows(x), labels)
-        right = np.concatenate([theirs.predict(normalise_rows(t)) == y for t, y in tests])
-        assert rows[k]["accuracy"] > right.mean() - 0.01
-    plain = train_run(skewed_study, *ALONE, "train.tune=false", "train.rounds=20")
-    before = evaluate(skewed_study, plain)["merged"]["accuracy"]["mean"]
-    assert np.mean([row["accuracy"] for row in rows]) > before + 0.05  # its prior was most of what it lacked
+    assert found.loss == selection_loss(found.held_out, labels, CLASSES)
 
 
 def test_strength_is_chosen_on_patients_that_were_held_out():
@@ -107,8 +84,6 @@ def test_strength_is_chosen_on_patients_that_were_held_out():
     x = own * 3 + rng.normal(size=(120, 400))
     found = fit_linear_head(x, labels, patients, 2)
     assert found.strength < 1 / 400  # there is nothing to learn
-    for fold in _split_folds(labels, patients):
-        assert not set(patients[fold]) & set(patients[~fold])
 
 
 @pytest.mark.slow
@@ -150,7 +125,7 @@ def test_network_models_choose_their_settings_one_at_a_time():
         best, held_out = tune_hyperparameters(labels, patient, HyperParameters(1.0, 0.0, False), way_of, folds=folds)
         assert best == HyperParameters(0.3, 1e-2, True)
         assert held_out.shape == (40, 2)
-        assert _class_balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
+        assert selection_loss(held_out, labels, CLASSES) == pytest.approx(-np.log(0.9))
         # nothing is trained twice, and of the best there are always all folds
         assert len(asked) == (len(set(asked)) * 5 if folds == 5 else len(set(asked)) + 4)
 
@@ -281,32 +256,6 @@ def test_an_ensemble_loads_back_from_its_document_and_keeps_impossible_classes_a
     np.testing.assert_allclose(
         single_federated_ensemble(2)(other, own := draw_predictions(ROWS, 1.0, 4)), own, atol=1e-9
     )
-
-
-def test_proxies_form_an_ensemble_with_a_tuned_head(skewed_study):
-    settings = [*HEADS, "train.tune=true", "predict.model=ensemble", "train.rounds=3", "privacy.target_epsilon=8"]
-    document = evaluate(skewed_study, train_run(skewed_study, *settings, method="proxyfl"))
-    assert {row["model"] for row in document["sites"]} == {"ensemble"}
-    assert document["models"]["ensemble"]["merged"]["accuracy"]["mean"] > 0.5
-    untuned = [*settings, "train.tune=false", "train.local_baseline=false"]
-    refused(lambda: train_run(skewed_study, *untuned, method="proxyfl"), "train.local_baseline=true")
-
-
-def test_the_threshold_for_positive_slides_suits_the_local_slides():
-    score = np.array([0.55, 0.7, 0.75, 0.92, 0.96])
-    truth = np.array([0, 0, 0, 1, 1])
-    point = find_operating_point(score, truth)
-    assert 0.75 < point < 0.92
-    moved = _center_scores(score, point)
-    assert ((moved >= 0.5) == truth).all() and (np.diff(moved) > 0).all()
-    at_point = _center_scores(np.array([point]), point)[0]
-    assert at_point == pytest.approx(0.5, abs=1e-12) and at_point > 1 - at_point  # the likelier class is the second
-    assert find_operating_point(score, np.ones(5, int)) is None and find_operating_point(np.full(5, 0.3), truth) is None
-    noisy = np.array([0.2, 0.9, 0.4, 0.6, 0.8])  # nothing parts them; the best there is
-    best = find_operating_point(noisy, truth)
-    marks = (best, *np.linspace(0, 1, 101))
-    reached = [np.mean([((noisy >= t) == truth)[truth == c].mean() for c in (0, 1)]) for t in marks]
-    assert reached[0] == max(reached)
 
 
 def test_a_tuned_hospital_sets_the_slide_threshold_on_held_out_patients(tmp_path):

@@ -18,13 +18,14 @@ from sklearn.metrics import r2_score
 from training_runs import answers
 
 from wsi_fl.data.cross_site_counts import MIN_EXAMPLES
-from wsi_fl.data.survival import compute_risk, kaplan_meier
+from wsi_fl.data.survival import compute_risk
 from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, score_intervals
 from wsi_fl.evidence.clinical import describe_clinically
 from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.report.cross_site_section import render_coordinator
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site.site_data import open_data
@@ -75,13 +76,6 @@ def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient
         (found,) = task.compute_losses(x, torch.tensor([truth]))
         assert float(found) == pytest.approx(float(wanted), abs=1e-9), truth
     np.testing.assert_allclose(task.predict(x)[0], np.cumprod(1 - h.numpy()))
-
-
-def test_curves_are_kaplan_meier_estimates():
-    """Times are whole months, as in tables: each event removes its share of those at risk."""
-    truth = np.array([[1.0, 1], [1.0, 1], [2.0, 1], [2.0, 1], [4.0, 1], [9.0, 0], [9.0, 0], [9.0, 0]])
-    curve = dict(zip(*(values.tolist() for values in kaplan_meier(truth)), strict=True))
-    assert [curve[end] for end in ENDS] == pytest.approx([6 / 8, 4 / 8, 3 / 8])
 
 
 @pytest.mark.parametrize("task", [CLASSES, NumberTask(0.0, 50.0), SurvivalTask(ENDS)], ids=lambda t: t.kind)
@@ -279,8 +273,8 @@ def test_a_bag_holds_all_slides_of_a_patient_or_a_single_slide(study):
         open_target_data(study, *NUMBER) as slides,
         open_target_data(study, *NUMBER, 'target.per="patient"') as patients,
     ):
-        assert (len(slides.table), len(patients.table)) == (2 * N, N)
-        assert patients.table.slide.tolist() == patients.table.patient.tolist()
+        assert (len(slides.cohort), len(patients.cohort)) == (2 * N, N)
+        assert patients.cohort.slide.tolist() == patients.cohort.patient.tolist()
         one = patients.load_examples("train")
         whole = one.read(np.array([0]))[0]
         rows = np.flatnonzero(slides.store.table.patient == one.patient[0])
@@ -288,7 +282,7 @@ def test_a_bag_holds_all_slides_of_a_patient_or_a_single_slide(study):
         np.testing.assert_array_equal(whole[:, :-1], bags)
         assert whole[:, -1].all() and one.task == NumberTask(0, 1) and one.label.dtype == np.float64
     with open_target_data(study, *SURVIVAL) as survival:
-        assert len(survival.table) == N and survival.table.label.shape == (N, 2)
+        assert len(survival.cohort) == N and survival.cohort.label.shape == (N, 2)
 
 
 def test_survival_is_trained_evaluated_and_plotted(survival_run):
@@ -376,6 +370,7 @@ def test_survival_trains_with_differential_privacy_at_the_epsilon_of_classes(stu
         (GRADE, {"grade": "Low"}, "grade = 'Low' is none of target.classes (low, high)"),
         (NUMBER, {"burden": "7"}, "burden = 7; it must be 0 to 1 (target.range)"),
         (NUMBER, {"burden": "much"}, "burden = 'much' is no number"),
+        (NUMBER, {"burden": "0,25"}, "burden = '0,25' is no number; write 0.25"),
         (NUMBER, {"burden": "inf"}, "it must be 0 to 1"),
         (SURVIVAL, {"months": "-3"}, "months = -3; it must be 0 or more"),
         (SURVIVAL, {"dead": "perhaps"}, "dead = 'perhaps' is none of"),
@@ -391,19 +386,25 @@ def test_a_table_without_the_target_is_refused_in_one_line(study, target, change
     refused(lambda: open_target_data(study, *target), said)
 
 
-@pytest.mark.parametrize("word", ["nan", "NA", "N/A", "None", "null", "-", "<NA>"])
-@pytest.mark.parametrize(("target", "column"), [(NUMBER, "burden"), (GRADE, "grade"), (SURVIVAL, "months")])
+@pytest.mark.parametrize(
+    ("target", "column", "word"),
+    [
+        *((NUMBER, "burden", word) for word in ("nan", "NA", "<NA>", "None")),
+        *((GRADE, "grade", word) for word in ("N/A", "-")),
+        (SURVIVAL, "months", "null"),
+    ],
+)
 def test_placeholder_values_are_no_labels(study, target, column, word):
     edit(study, **{column: word})
     with open_target_data(study, *target) as data:
-        assert set(data.target_labels.excluded) <= {"S0_0_0", "S0_0_1"} and data.target_labels.excluded
+        assert set(data.cohort.patient) == {f"P{k}" for k in range(1, N)} and "S0_0_0" in data.remark
 
 
 def test_a_placeholder_value_is_a_class_where_the_target_names_it(study):
     path = study.root / "S0.csv"
     path.write_text(path.read_text().replace(",low,", ",-,").replace(",high,", ",+,"))
     with open_target_data(study, 'target.column="grade"', 'target.classes=["-", "+"]') as data:
-        assert len(data.table) == 2 * N and data.target_labels.excluded == ()
+        assert len(data.cohort) == 2 * N and not data.remark
 
 
 @pytest.mark.parametrize(
@@ -427,32 +428,24 @@ def test_patients_classes_and_columns_match_in_any_unicode_form(study):
     path.write_text(normalize("NFD", text), encoding="utf-8")
     named = [normalize(form, text) for form, text in (("NFC", 'target.column="Größe"'), ("NFD", '["süß", "säuer"]'))]
     with open_target_data(study, named[0], f"target.classes={named[1]}") as data:
-        assert len(data.table) == 2 * N and set(data.table.label.tolist()) == {0, 1}
+        assert len(data.cohort) == 2 * N and set(data.cohort.label.tolist()) == {0, 1}
 
 
 def test_the_value_that_a_refusal_names_is_accepted_in_both_proposed_places(study):
     edit(study, grade="Low")
     refused(lambda: open_target_data(study, *GRADE), "add it there, or to target.ignore")
     with open_target_data(study, *GRADE, 'target.ignore=["Low"]') as data:
-        assert len(data.table) == 2 * N - 2
+        assert len(data.cohort) == 2 * N - 2
     with open_target_data(study, *GRADE, 'target.classes=["low", "high", "Low"]') as data:
-        assert len(data.table) == 2 * N
-
-
-def test_a_decimal_comma_is_refused_with_its_correction(study):
-    edit(study, burden="0,25")
-    refused(lambda: open_target_data(study, *NUMBER), "burden = '0,25' is no number; write 0.25")
-    edit(study, burden="0.25")
-    with open_target_data(study, *NUMBER) as data:
-        assert data.table.label[0] == 0.25
+        assert len(data.cohort) == 2 * N
 
 
 def test_slides_without_a_label_are_excluded_and_named(study, capsys):
     edit(study, burden="")
     with open_target_data(study, *NUMBER) as data:
-        assert len(data.table) == 2 * N - 2 and data.target_labels.excluded == ("S0_0_0", "S0_0_1")
+        assert len(data.cohort) == 2 * N - 2 and data.remark.endswith("left out: S0_0_0, S0_0_1")
     with open_target_data(study, *GRADE, 'target.ignore=["none"]') as data:
-        assert len(data.table) == 2 * N
+        assert len(data.cohort) == 2 * N
     trained(study, *NUMBER, OPEN, "train.rounds=1")
     said = " ".join(capsys.readouterr().err.split())
     assert "site S0: 2 of 48 slides have no label in S0.csv and are left out: S0_0_0, S0_0_1" in said
@@ -536,25 +529,14 @@ def test_an_event_at_the_end_of_an_interval_is_before_it_whatever_the_unit(unit,
 def test_times_and_numbers_of_a_table_reach_the_score_with_all_their_digits(study):
     edit(study, months="1.1", burden="20240115.123456")
     with open_target_data(study, *SURVIVAL[:2], "target.intervals=[0.1, 1.1, 365.2501, 365.2502]") as data:
-        assert data.table.label.dtype == np.float64 and 1.1 in data.table.label[:, 0]
+        assert data.cohort.label.dtype == np.float64 and 1.1 in data.cohort.label[:, 0]
         assert len(set(data.classes)) == 4  # a column of predictions.csv each
     with open_target_data(study, NUMBER[0], "target.range=[0, 30000000]") as data:
-        assert 20240115.123456 in data.table.label
+        assert 20240115.123456 in data.cohort.label
     seconds = NumberTask(1.7e9, 1.7e9 + 1000)
     outputs, truth = torch.tensor([[0.5], [-1.0]]), torch.tensor([1.7e9 + 750, 1.7e9], dtype=torch.float64)
     assert seconds.compute_losses(outputs, truth).tolist() == [0, 0]
     assert seconds.predict(outputs.double()).flatten().tolist() == truth.tolist()
-
-
-@pytest.mark.parametrize("kind", [np.float32, np.int64])
-def test_values_that_single_precision_holds_are_trained_bit_for_bit_as_before(kind):
-    """Numbers of a range that begins at a whole number."""
-    task, rng = NumberTask(-3.0, 50.0), np.random.default_rng(0)
-    truth = (rng.random(200) * 50).astype(kind).astype(np.float64)
-    outputs = torch.from_numpy(rng.normal(size=(200, 1)).astype(np.float32))
-    single = torch.from_numpy(truth.astype(np.float32))
-    before = (outputs[:, 0] - (2 * (single + 3.0) / 53.0 - 1)).square() / 2
-    assert torch.equal(task.compute_losses(outputs, torch.from_numpy(truth)), before)
 
 
 @pytest.mark.parametrize(
@@ -572,7 +554,7 @@ def test_a_real_site_excludes_unexpected_values_and_its_disclosed_n_is_unchanged
 
     def seen():
         with open_data(study, "S0", study.load_pipeline("q", target)) as data:
-            return data.remark, set(data.full_table.patient), data.list_eligible().patient.tolist()
+            return data.remark, set(data.full_cohort.patient), data.list_eligible().patient.tolist()
 
     make_real(study, "S0")
     _, everybody, counted = seen()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from training_runs import dying, of_site, run_of
 
-from wsi_fl.data.cohort import build_augmentation, build_tensor
+from wsi_fl.data.batches import build_augmentation, build_tensor
 from wsi_fl.federation import loop
 from wsi_fl.federation.topology import TOPOLOGIES
 from wsi_fl.models import create_model

@@ -110,13 +110,6 @@ def test_an_operating_system_error_is_not_reported_as_damage_of_a_store(
     assert row["damaged"] == [] and words in row["unavailable"][0]
 
 
-def test_a_row_that_a_disk_fails_to_read_is_not_reported_as_damage(imported_study, monkeypatch):
-    with open_bags(imported_study, "A", "mosaics") as store:
-        broken = OSError("Can't synchronously read data (file read failed, errno = 116, error message = 'Stale')")
-        monkeypatch.setattr(h5py.Dataset, "__getitem__", lambda *_: (_ for _ in ()).throw(broken))
-        refused(lambda: store.read(np.arange(3)), "lost it; mount that disk again", error=FileUnavailable)
-
-
 def test_a_model_without_read_permission_is_not_reported_as_damaged(tmp_path, monkeypatch):
     (tmp_path / "a.safetensors").write_bytes(b"")
 

@@ -1,7 +1,5 @@
 """Unusable arrays of a caller are refused in one line before the first round."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -112,7 +110,7 @@ ENDS = SurvivalTask((1.0, 2.0))
 
 
 def ask(task, truth):
-    return replace(Cohort.from_arrays(X), label=truth, task=task)
+    return Cohort.from_arrays(X).set_truth(truth, task)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from scipy.stats import beta, binomtest, rankdata
 from sklearn.metrics import balanced_accuracy_score, brier_score_loss
 
 from wsi_fl.data.metrics import (
-    _center_scores,
     aggregate_slides,
     choose_classes,
     compute_calibration,
@@ -19,7 +18,7 @@ from wsi_fl.data.metrics import (
     find_operating_point,
     mean_and_sd,
 )
-from wsi_fl.data.prediction_table import _decide_classes
+from wsi_fl.data.prediction_table import score_voting_rules
 from wsi_fl.data.tasks import CLASSES, score_intervals, score_predictions
 from wsi_fl.slides.pictures.heatmap import PatchPredictions
 
@@ -212,8 +211,6 @@ def test_the_chosen_operating_point_separates_the_slides(score):
     score, truth = np.array(score), np.array([0, 0, 0, 1, 1, 1])
     point = find_operating_point(score, truth)
     assert ((score >= point) == truth).all()
-    moved = _center_scores(score, point)
-    assert (np.stack([1 - moved, moved], 1).argmax(1) == truth).all() and (moved <= 1).all()
     said = np.repeat(np.stack([1 - score, score], 1), 2, axis=0)
     found = aggregate_slides(said, truth.repeat(2), np.repeat([*"abcdef"], 2), point)
     assert score_predictions(found[0], found[1])["accuracy"] == 1.0
@@ -242,10 +239,8 @@ def test_a_probability_of_one_half_is_a_case_in_every_metric(truth, half):
     assert CLASSES.example_scores(p, y).tolist() == [float(case == truth)] * 3
     assert compute_calibration(p, y)["bins"][0]["accuracy"] == float(case == truth)
     assert PatchPredictions(np.zeros((3, 4), np.int64), ("a", "b"), p).is_above.tolist() == [case] * 3
-    for rule in ("mean", "relative", "weighted"):
-        assert _decide_classes([p, p], rule, [1.0, 1.0])[0].tolist() == [case] * 3
-    sites = [np.array([[0.75, 0.25]]), np.array([[0.25, 0.75]])]  # a vote for each
-    assert _decide_classes(sites, "relative")[0].tolist() == [1]
+    rules = score_voting_rules([p, p], y, [1.0, 1.0])
+    assert {scores["accuracy"] for scores in rules.values()} == {float(case == truth)}
 
 
 def test_ties_among_more_classes_go_to_the_first():

@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from wsi_fl.data.cohort import (
-    Cohort,
-    build_augmentation,
-    build_tensor,
-    concatenate_examples,
-    draw_epoch_rows,
-    load_batches,
-    resize_images,
-)
+from wsi_fl.data.batches import build_augmentation, build_tensor, draw_epoch_rows, load_batches
+from wsi_fl.data.cohort import Cohort, concatenate_examples
 from wsi_fl.data.tasks import kl_divergence, mutual_loss
 from wsi_fl.federation.methods import METHODS, Weights
 from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, take_mutual_step, take_supervised_step
@@ -43,7 +36,7 @@ def examples_of(pixels, seed=0):
     n = len(pixels)
     label = np.random.default_rng(seed).integers(0, 2, n)
     names = np.array([f"s{seed}_{k}" for k in range(n)])
-    return Cohort(lambda rows: pixels[rows], label, names, names)
+    return Cohort.from_columns(lambda rows: pixels[rows], label, names, names)
 
 
 def learner(seed=0, *, dp=None, kind="mlp", size=8):
@@ -177,10 +170,10 @@ def test_poisson_epochs_have_the_planned_steps_and_rate():
 @pytest.mark.parametrize("factor", [1, 2, 4])
 def test_resizing_takes_the_mean_over_areas(factor):
     pixels = pixels_of(5, 16)
-    small = resize_images(examples_of(pixels), 16 // factor).read(np.array([3, 0]))
+    small = examples_of(pixels).resize_images(16 // factor).read(np.array([3, 0]))
     wanted = pixels[[3, 0]].reshape(2, 16 // factor, factor, 16 // factor, factor, 3).mean((2, 4))
     assert small.dtype == np.uint8 and np.abs(small - wanted).max() <= 0.5
-    assert resize_images(examples_of(pixels), 4).read(np.empty(0, np.int64)).shape[0] == 0
+    assert examples_of(pixels).resize_images(4).read(np.empty(0, np.int64)).shape[0] == 0
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any), st.integers(0, 99))

@@ -7,8 +7,8 @@ import pytest
 from conftest import edited, interrupted_after, metrics, refused
 from conftest import larger_study as make_study
 
-from wsi_fl.data.cohort import Cohort
-from wsi_fl.data.validation import HoldoutDraw, draw_held_out, select_model
+from wsi_fl.data.validation import HoldoutDraw, draw_held_out
+from wsi_fl.learning.ensemble import select_model
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.load_models import choose_ensemble, load_run_settings
@@ -37,12 +37,6 @@ def choice_of(path, site):
 def predict_classes(classes, n_classes=2):
     """Return probabilities of a model that predicts these classes."""
     return np.eye(n_classes)[np.asarray(classes)] * 0.8 + 0.2 / n_classes
-
-
-def examples(patients):
-    n = len(patients)
-    pixels = np.arange(n, dtype=np.uint8).reshape(n, 1, 1, 1)
-    return Cohort(lambda rows: pixels[rows], np.arange(n) % 2, np.full(n, "s"), np.array(patients))
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.9])
@@ -157,16 +151,6 @@ def test_a_site_without_validation_rows_uses_its_default_prediction_model(tmp_pa
     for method, n in (("proxyfl", (24, 12)), ("regular", (36, 0))):  # nothing to choose
         row = dry_run(study, method=method, overrides=SPLIT[:2])["sites"][0]
         assert (row["n_train"], row["n_validation"]) == n
-
-
-def test_a_run_predicts_with_an_ensemble_in_every_round_and_saves_it(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
-    path = run(study, *SPLIT, "predict.model=ensemble", "train.rounds=1")
-    for row in evaluate_rows(study, path):
-        choice = choice_of(path, row["site"])
-        said = {choice["model"], choice["by"], row["model"], metrics(path, row["site"])[-1]["model"]}
-        assert said == {"ensemble"} and 0 <= choice["ensemble"]["weight"] <= 1
-        assert row["accuracy"] == row["models"]["ensemble"]["accuracy"]
 
 
 def test_an_ensemble_needs_held_out_rows(study):

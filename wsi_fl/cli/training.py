@@ -92,15 +92,15 @@ def train(
     is_series = seeds is not None or folds is not None or leave_site_out
     load_baselines = METHODS[method].load_baselines if baselines and method in METHODS else None
     is_new_run = resume is None and not is_series and not dry_run
-    _require(
+    _check_options(
         resume is None or not (overrides or pipeline or is_series),
         "a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and --leave-site-out",
     )
-    _require(not without or resume, "--without belongs to --resume; a new run takes its sites from the pipeline")
+    _check_options(not without or resume, "--without belongs to --resume; a new run takes its sites from the pipeline")
     names = list_names(lambda row: row.load_baselines is not None)
-    _require(not baselines or (load_baselines and is_new_run), f"--baselines belongs to --method {names}, alone")
-    _require(plan is not None or not (site or keep), "--site and --keep belong to --plan")
-    _require(
+    _check_options(not baselines or (load_baselines and is_new_run), f"--baselines belongs to --method {names}, alone")
+    _check_options(plan is not None or not (site or keep), "--site and --keep belong to --plan")
+    _check_options(
         plan is None or (dry_run and not pipeline and resume is None and not is_series),
         "--plan belongs to --dry-run, and has method and settings; add --set train.rounds=1 at most",
     )
@@ -117,13 +117,13 @@ def train(
         run_baselines, render_baseline_lines = load_baselines()
         run_work("train", partial(run_baselines, study, **options), as_json, render_baseline_lines)
     elif resume is not None:
-        _resume(study, resume, without or (), backend, as_json)
+        _resume_training(study, resume, without or (), backend, as_json)
     else:
         series = {"seeds": seeds, "leave_site_out": leave_site_out} if is_series else None
-        _train(study, series, as_json, method=method, **options)
+        _start_training(study, series, as_json, method=method, **options)
 
 
-def _require(condition: object, message: str) -> None:
+def _check_options(condition: object, message: str) -> None:
     """Raise UsageError with the message unless the condition holds."""
     if not condition:
         raise UsageError(message)
@@ -137,7 +137,7 @@ def _show_cost(study: Study, as_json: bool, *, is_fold: bool, overrides: list[st
     print_document(cost, as_json, run_cost.plan_lines)
 
 
-def _resume(study: Study, run: str, without: Sequence[str], backend: str, as_json: bool) -> None:
+def _resume_training(study: Study, run: str, without: Sequence[str], backend: str, as_json: bool) -> None:
     """Continue a run, and the series that it belongs to."""
     from wsi_fl.stages.training import train as stage
 
@@ -148,7 +148,7 @@ def _resume(study: Study, run: str, without: Sequence[str], backend: str, as_jso
     run_work("train", resume_training, as_json, stage.train_lines)
 
 
-def _train(study: Study, series: Mapping[str, Any] | None, as_json: bool, **options: Any) -> None:
+def _start_training(study: Study, series: Mapping[str, Any] | None, as_json: bool, **options: Any) -> None:
     """Train a run, or a series of runs: one for each fold where the pipeline has folds and names none."""
     from wsi_fl.stages.training import train as stage
 
@@ -203,7 +203,8 @@ def plan_privacy(
 def evaluate(run: Run, overrides: PredictionOverrides = None, as_json: Json = False) -> None:
     """Evaluate every site's prediction model on the merged multi-centric test set and on each site's part."""
     study = find_study()
-    from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
+    from wsi_fl.stages.evaluation.evaluate import evaluate
+    from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 
     work = partial(evaluate, study, run, overrides=overrides or [])
     run_work("evaluate", work, as_json, render_evaluation_lines)

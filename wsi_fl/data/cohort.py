@@ -1,53 +1,51 @@
-"""Labelled images, features or bags for training, in memory or in a store; their batches and augmentation."""
+"""Cohorts of labelled images, features or bags: what is known of each, and a reader of what models see."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from wsi_fl.data.tasks import CLASSES, Task
-from wsi_fl.system.direct_io import BufferPool
-from wsi_fl.system.prefetch import prefetch_items
-from wsi_fl.types import BagTable, UsageError
+from wsi_fl.types import UsageError
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from wsi_fl.stores.bag_store import BagStore
+    from wsi_fl.stores.patch_store import PatchStore
 
-    from wsi_fl.privacy.cipher import CipherStream
-
-Augment = Callable[["Tensor"], "Tensor"]
-"""One image float32[channels, h, w], normalised to [−1, 1] → another, possibly outside this range."""
 Inputs = NDArray[Any]
 """Pixels uint8[b, h, w, channels] of images, padded bags float32[b, m, d + 1], or features float32[b, d] of patches."""
 _Features = NDArray[np.float32]
 _Rows = NDArray[np.int64]
 
 IN_MEMORY_BYTES = 1 << 30
-_PREFETCH_BATCHES = 2
-_DRAW_RANGE = 1 << 62
-"""Range of the numbers drawn for the views of examples."""
-_NORMALIZE_VALUES = 1 << 17
-"""Values normalised at a time."""
 _MAX_BAG_VALUES = 1 << 24
 """Values of bags per read for predictions: 64 MB."""
-_BATCH_BUFFERS = BufferPool(capacity=2)
-"""Buffers of past batches for reuse."""
+_CHECK_ROWS = 256
+_READ_IMAGES, _READ_FEATURES = 64, 4096
+"""Rows read at a time."""
+_TEXTS = ("slide", "patient", "split", "tumor_type")
+"""Columns of names, which a group has only where all its rows have the same."""
+_SURVIVAL_TRUTH = ["time", "event"]
+TRUTH_COLUMNS = ("label", *_SURVIVAL_TRUTH)
+"""Columns of the truth: a class or number, or those of survival."""
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """n labelled images, or slides as bags of features.
+    """n examples: images, features of patches, or slides and patients as bags of features.
+
+    `cohort[mask]` and `cohort[rows]` select, `cohort.group` makes bags or means of slides and patients.
 
     Attributes:
+        obs: a row for each example: slide, patient, label (or time and event), and what else is known, such as split,
+            tumor_type, x_l0, y_l0, and of bags the number of patches (n_patches).
         read: rows int64[b] → inputs of models.
-        label: int64[n] of classes, or the truth of another task (see `tasks`).
-        slide, patient: str[n].
         allowed: mask bool[n, classes] of classes that are possible a priori; None for all.
         show: (rows, drawn numbers int64[b]) → training inputs, with the patches of a bag chosen by its number.
             None for the same as `read`.
@@ -55,17 +53,65 @@ class Cohort:
         task: the prediction task.
     """
 
-    read: Callable[[NDArray[np.int64]], Inputs]
-    label: NDArray[Any]
-    slide: NDArray[np.str_]
-    patient: NDArray[np.str_]
+    obs: pd.DataFrame
+    read: Callable[[_Rows], Inputs]
     allowed: NDArray[np.bool_] | None = None
     show: Callable[[_Rows, _Rows], Inputs] | None = None
     at_once: int | None = None
     task: Task = CLASSES
 
     def __len__(self) -> int:
-        return len(self.label)
+        return len(self.obs)
+
+    def __getitem__(self, rows: NDArray[np.bool_] | _Rows) -> Cohort:
+        """Return the examples of a mask bool[n], or at rows int64[m] in this order."""
+        chosen, show = np.arange(len(self))[np.asarray(rows)], self.show
+        return replace(
+            self,
+            obs=self.obs.iloc[chosen].reset_index(drop=True),
+            read=lambda rows: self.read(chosen[rows]),
+            allowed=None if self.allowed is None else self.allowed[chosen],
+            show=None if show is None else lambda rows, draws: show(chosen[rows], draws),
+        )
+
+    @cached_property
+    def label(self) -> NDArray[Any]:
+        """int64[n] of classes, or the truth of another task (see `tasks`)."""
+        return read_truth(self.obs)
+
+    @cached_property
+    def slide(self) -> NDArray[np.str_]:
+        """str[n]."""
+        return read_names(self.obs["slide"])
+
+    @cached_property
+    def patient(self) -> NDArray[np.str_]:
+        """str[n]."""
+        return read_names(self.obs["patient"])
+
+    @property
+    def is_bags(self) -> bool:
+        """Whether examples are bags."""
+        return "n_patches" in self.obs
+
+    @staticmethod
+    def from_columns(
+        read: Callable[[_Rows], Inputs],
+        label: NDArray[Any],
+        slide: NDArray[np.str_],
+        patient: NDArray[np.str_],
+        allowed: NDArray[np.bool_] | None = None,
+        **columns: Any,
+    ) -> Cohort:
+        """Return the examples of a reader.
+
+        Args:
+            label: int64[n], or the truth of another task.
+            slide, patient: str[n].
+            columns: further columns of `obs`, [n].
+        """
+        names = {"slide": _encode_names(slide), "patient": _encode_names(patient)}
+        return Cohort(pd.DataFrame(names | tabulate_truth(label) | columns), read, allowed)
 
     @staticmethod
     def from_arrays(
@@ -81,21 +127,137 @@ class Cohort:
         Raises:
             UsageError: for another shape, or another number of labels or patients than of examples.
         """
+        n, unknown, columns = len(x), np.full(len(x), ""), dict[str, Any]()
         if isinstance(x, np.ndarray):
-            x = _convert_inputs(x)
+            read = _convert_inputs(x).__getitem__
         else:
             _require_bags(x)
-        n, unknown = len(x), np.full(len(x), "")
-
-        def read(rows: _Rows) -> Inputs:
-            return x[rows] if isinstance(x, np.ndarray) else pack_bags([x[k] for k in rows])
-
+            read, columns["n_patches"] = partial(_read_bags, x), np.array([len(bag) for bag in x], np.int64)
         names = np.asarray(patient, np.str_) if len(patient) else unknown
         labels = np.zeros(n, np.int64) if label is None else _parse_labels(label)
         for kind, column in (("labels", labels), ("patients", names)):
             if column.shape != (n,):
                 raise UsageError(f"{n} examples need as many {kind}, not {_format_shape(column.shape)}")
-        return Cohort(read, labels, unknown, names)
+        return Cohort.from_columns(read, labels, unknown, names, **columns)
+
+    @staticmethod
+    def read_store(store: PatchStore | BagStore) -> Cohort:
+        """Return all patches of a store, as pixels or as features; `group` makes bags of the latter."""
+        from wsi_fl.stores.bag_store import BagStore
+
+        columns: dict[str, Any] = {}
+        if isinstance(store, BagStore):
+            table, columns["tumor_type"] = store.patch_table, _encode_names(store.table.tumor_type[store.bag_of_patch])
+        else:
+            table = store.table
+        columns |= {"split": _encode_names(table.split), "x_l0": table.xy_l0[:, 0], "y_l0": table.xy_l0[:, 1]}
+        return Cohort.from_columns(store.read, table.label, table.slide, table.patient, **columns)
+
+    def assign_columns(self, **columns: ArrayLike) -> Cohort:
+        """Return the same examples with other values in columns of `obs`."""
+        return replace(self, obs=self.obs.assign(**columns))
+
+    def set_truth(self, truth: NDArray[Any], task: Task) -> Cohort:
+        """Return the same examples with the truth of another task."""
+        obs = self.obs.drop(columns=[*TRUTH_COLUMNS], errors="ignore")
+        return replace(self, obs=obs.assign(**tabulate_truth(truth)), task=task)
+
+    def group(self, by: str, *, means: bool = False) -> Cohort:
+        """Return an example for each slide or patient, in order of first appearance: its bag, or the mean of its rows.
+
+        A group has the highest label of its rows, so that any tumour counts, and "" for names that its rows do not
+        share. Means are sums of double precision over the slides.
+
+        Args:
+            by: "slide" or "patient".
+        """
+        codes = pd.factorize(self.obs[by])[0]
+        ends = np.cumsum(np.bincount(codes))
+        rows_by_group = np.split(np.argsort(codes, kind="stable"), ends)[: len(ends)]
+        groups, first = self.obs.groupby(codes), np.array([rows[0] for rows in rows_by_group], np.int64)
+        obs = self.obs[[*tabulate_truth(self.label)]].groupby(codes).max()
+        for name in (name for name in _TEXTS if name in self.obs):
+            shared = groups[name].nunique().to_numpy() == 1
+            obs[name] = _encode_names(np.where(shared, read_names(self.obs[name].iloc[first]), ""))
+        obs["slide"] = obs[by]  # of a patient: several
+        slides, width = pd.factorize(self.obs["slide"])[0], self.read(np.zeros(0, np.int64)).shape[-1] - self.is_bags
+
+        def read_parts(group: int) -> list[_Features]:
+            rows = rows_by_group[group]
+            return [self._read_features(part) for part in np.split(rows, np.flatnonzero(np.diff(slides[rows])) + 1)]
+
+        def read_means(rows: _Rows) -> _Features:
+            parts = map(read_parts, rows.tolist())
+            sums = [(sum(part.sum(0, dtype=np.float64) for part in bag), sum(map(len, bag))) for bag in parts]
+            return np.array([total / n for total, n in sums], np.float32).reshape(-1, width)
+
+        def read_bags(rows: _Rows) -> _Features:
+            return pack_bags([np.concatenate(read_parts(k)) for k in rows.tolist()], width)
+
+        if means:
+            return Cohort(obs, read_means, task=self.task)
+        obs["n_patches"] = groups["n_patches"].sum() if self.is_bags else groups.size()
+        return Cohort(obs, read_bags, task=self.task)
+
+    def _read_features(self, rows: _Rows) -> _Features:
+        """Return the features [m, d] of all patches of some rows."""
+        inputs = self.read(rows)
+        return inputs[inputs[:, :, -1] > 0, :-1] if self.is_bags else inputs
+
+    def resize_images(self, size_px: int) -> Cohort:
+        """Return the same images at size_px × size_px."""
+        return replace(self, read=lambda rows: downsample_pixels(self.read(rows), size_px))
+
+    def load_inputs(self, limit_bytes: int = IN_MEMORY_BYTES) -> Cohort:
+        """Return the same examples, read now and kept in memory if they fit in `limit_bytes`; bags with `at_once`."""
+        if not len(self):
+            return self
+        if self.is_bags:
+            sizes, width = self.obs["n_patches"], self.read(np.zeros(0, np.int64)).shape[-1]
+            bags = replace(self, at_once=max(1, _MAX_BAG_VALUES // (int(sizes.max()) * width)))
+            if int(sizes.sum()) * (width - 1) * np.float32().nbytes > limit_bytes:
+                return bags
+            return replace(
+                bags, read=partial(_read_bags, [self._read_features(np.array([k])) for k in range(len(self))])
+            )
+        first = self.read(np.zeros(1, np.int64))
+        if first.nbytes * len(self) > limit_bytes:
+            return self
+        inputs = np.empty((len(self), *first.shape[1:]), first.dtype)
+        step = _READ_IMAGES if first.dtype == np.uint8 else _READ_FEATURES
+        for start in range(0, len(self), step):
+            rows = np.arange(start, min(start + step, len(self)))
+            inputs[rows] = self.read(rows)
+        return replace(self, read=inputs.__getitem__)
+
+
+def read_truth(obs: pd.DataFrame) -> NDArray[Any]:
+    """Return the truth of the rows of a table, as its task has it."""
+    return np.array(obs[_SURVIVAL_TRUTH if "time" in obs else "label"])
+
+
+def tabulate_truth(truth: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """Return the columns of a truth: time and event of survival, else label."""
+    return dict(zip(_SURVIVAL_TRUTH, truth.T, strict=True)) if truth.ndim == 2 else {"label": truth}
+
+
+def read_names(column: pd.Series) -> NDArray[np.str_]:
+    """Return the names str[n] in a column."""
+    codes, names = pd.factorize(column)
+    values: NDArray[np.str_] = np.asarray(names, np.str_)[codes]
+    return values
+
+
+def _encode_names(names: NDArray[np.str_]) -> pd.Categorical:
+    """Return names as categories, fast and small where equal ones lie together, as those of a slide's patches."""
+    starts = np.flatnonzero(np.r_[True, names[1:] != names[:-1]][: len(names)])
+    categories, codes = np.unique(names[starts], return_inverse=True)
+    codes = np.repeat(codes, np.diff(starts, append=len(names)))
+    return pd.Categorical.from_codes(codes, categories.astype(object))
+
+
+def _read_bags(bags: Sequence[Inputs], rows: _Rows) -> Inputs:
+    return pack_bags([bags[k] for k in rows.tolist()], bags[0].shape[1])
 
 
 def _convert_inputs(x: Inputs) -> Inputs:
@@ -163,9 +325,6 @@ def find_problem(examples: Cohort, n_outputs: int) -> str:
     return ""
 
 
-_CHECK_ROWS = 256
-
-
 def _find_label_problem(examples: Cohort, n_outputs: int | None) -> str:
     """Return the first label that is invalid for a model of `n_outputs` outputs (None: any number); "" without one."""
     labels, task = examples.label, examples.task
@@ -193,52 +352,18 @@ def require_labels(examples: Cohort) -> None:
         raise UsageError(_find_label_problem(examples, None))
 
 
-def pack_bags(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """Return bags float32[m_i, d] as float32[b, max m_i, d + 1], whose last column is 1 for a patch, 0 for padding."""
-    out = np.zeros((len(bags), max(map(len, bags)), bags[0].shape[1] + 1), np.float32)
+def pack_bags(bags: Sequence[_Features], n_features: int | None = None) -> _Features:
+    """Return bags float32[m_i, d] as float32[b, max m_i, d + 1], whose last column is 1 for a patch, 0 for padding.
+
+    Args:
+        n_features: d; required without bags.
+    """
+    width = bags[0].shape[1] if n_features is None else n_features
+    out = np.zeros((len(bags), max(map(len, bags), default=1), width + 1), np.float32)
     for row, bag in zip(out, bags, strict=True):
         row[: len(bag), :-1] = bag
         row[: len(bag), -1] = 1
     return out
-
-
-def build_bag_examples(
-    read: Callable[[int], _Features],
-    table: BagTable,
-    allowed: NDArray[np.bool_] | None,
-    *,
-    n_features: int,
-    in_memory: bool,
-    at_once: int | None = None,
-) -> Cohort:
-    """Return the slides of a table as examples.
-
-    Args:
-        read: position in the table → features float32[m, n_features].
-        allowed: bool[n, classes], the possible classes of each slide; None for all.
-        in_memory: whether all bags are read now and cached.
-        at_once: maximum number of bags per read for predictions; None for any.
-    """
-    read_bag = [read(k) for k in range(len(table))].__getitem__ if in_memory else read
-
-    def read_rows(rows: _Rows) -> _Features:
-        if not len(rows):
-            return np.zeros((0, 1, n_features + 1), np.float32)
-        return pack_bags([read_bag(int(k)) for k in rows])
-
-    return Cohort(read_rows, table.label, table.slide, table.patient, allowed, at_once=at_once)
-
-
-def bag_batch_size(longest: int, n_features: int) -> int:
-    """Return the number of bags of at most `longest` patches per read for predictions."""
-    return max(1, _MAX_BAG_VALUES // max(1, longest * (n_features + 1)))
-
-
-def build_unlabelled_bags(bags: Sequence[_Features], allowed: NDArray[np.bool_], task: Task = CLASSES) -> Cohort:
-    """Return unlabelled bags as examples to predict, with their possible classes bool[classes]."""
-    possible = np.broadcast_to(allowed, (len(bags), len(allowed))) if task.kind == "classes" else None
-    at_once = bag_batch_size(max(map(len, bags)), bags[0].shape[1])
-    return replace(Cohort.from_arrays(bags), allowed=possible, at_once=at_once, task=task)
 
 
 def find_allowed_classes(
@@ -262,32 +387,12 @@ def sample_patches(examples: Cohort, max_patches: int) -> Cohort:
         return bag[np.sort(np.random.default_rng(seed).choice(len(bag), max_patches, replace=False))]
 
     def show(rows: _Rows, draws: _Rows) -> _Features:
+        if not len(rows):
+            return examples.read(rows)
         bags = [examples.read(rows[k : k + 1])[0][:, :-1] for k in range(len(rows))]
-        if not bags:
-            return np.asarray(examples.read(rows), np.float32)
-        return pack_bags([draw_patches(bag, int(seed)) for bag, seed in zip(bags, draws, strict=True)])
+        return pack_bags([draw_patches(bag, seed) for bag, seed in zip(bags, draws.tolist(), strict=True)])
 
     return replace(examples, show=show)
-
-
-def select_examples(examples: Cohort, rows: NDArray[np.int64]) -> Cohort:
-    """Return the examples at rows int64[m], in this order."""
-    show = examples.show
-    return Cohort(
-        lambda chosen: examples.read(rows[chosen]),
-        examples.label[rows],
-        examples.slide[rows],
-        examples.patient[rows],
-        None if examples.allowed is None else examples.allowed[rows],
-        None if show is None else lambda chosen, draws: show(rows[chosen], draws),
-        examples.at_once,
-        examples.task,
-    )
-
-
-def resize_images(examples: Cohort, size_px: int) -> Cohort:
-    """Return the same images at size_px × size_px."""
-    return replace(examples, read=lambda rows: downsample_pixels(examples.read(rows), size_px))
 
 
 def downsample_pixels(pixels: NDArray[np.uint8], size_px: int) -> NDArray[np.uint8]:
@@ -300,20 +405,6 @@ def downsample_pixels(pixels: NDArray[np.uint8], size_px: int) -> NDArray[np.uin
     planes = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()
     smaller = functional.interpolate(planes, size=(size_px, size_px), mode="area")
     return smaller.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
-
-
-def cache_examples(examples: Cohort, limit_bytes: int = IN_MEMORY_BYTES, chunk: int = 64) -> Cohort:
-    """Return the same images cached in memory if they fit in `limit_bytes`, else unchanged."""
-    if not len(examples):
-        return examples
-    first = examples.read(np.zeros(1, np.int64))
-    if first.nbytes * len(examples) > limit_bytes:
-        return examples
-    pixels = np.empty((len(examples), *first.shape[1:]), first.dtype)
-    for start in range(0, len(examples), chunk):
-        rows = np.arange(start, min(start + chunk, len(examples)))
-        pixels[rows] = examples.read(rows)
-    return replace(examples, read=lambda rows: pixels[rows])
 
 
 def concatenate_examples(parts: list[Cohort]) -> Cohort:
@@ -338,10 +429,8 @@ def concatenate_examples(parts: list[Cohort]) -> Cohort:
 
     shows = [part.show for part in parts if part.show is not None]
     return Cohort(
+        pd.concat([part.obs for part in parts], ignore_index=True),
         partial(gather_inputs, [part.read for part in parts]),
-        np.concatenate([part.label for part in parts]),
-        np.concatenate([part.slide for part in parts]),
-        np.concatenate([part.patient for part in parts]),
         _concatenate_allowed(parts),
         partial(gather_inputs, shows) if len(shows) == len(parts) else None,
         min((part.at_once for part in parts if part.at_once is not None), default=None),
@@ -356,121 +445,3 @@ def _concatenate_allowed(parts: list[Cohort]) -> NDArray[np.bool_] | None:
         return None
     masks = [np.ones((len(part), max(class_counts)), bool) if part.allowed is None else part.allowed for part in parts]
     return np.concatenate([np.pad(mask, ((0, 0), (0, max(class_counts) - mask.shape[1]))) for mask in masks])
-
-
-def _normalize_pixels(pixels: NDArray[np.uint8]) -> Tensor:
-    """Normalise uint8[b, h, w, c] to float32[b, c, h, w] in [−1, 1] by constants, independent of other records.
-
-    In chunks that fit the processor's cache, without torch's threads: twice as fast as on entire arrays.
-    """
-    import torch
-
-    pixels_out = _BATCH_BUFFERS.empty(pixels.shape, np.float32)
-    target, source = pixels_out.reshape(-1), np.ascontiguousarray(pixels).reshape(-1)
-    for start in range(0, len(source), _NORMALIZE_VALUES):
-        chunk = target[start : start + _NORMALIZE_VALUES]
-        np.divide(source[start : start + _NORMALIZE_VALUES], np.float32(127.5), out=chunk)
-        np.subtract(chunk, np.float32(1), out=chunk)
-    return torch.from_numpy(pixels_out).permute(0, 3, 1, 2)
-
-
-def build_tensor(inputs: Inputs, device: torch.device | None = None) -> Tensor:
-    """Return model inputs on a device: images as float32[b, c, h, w] in [−1, 1], features unchanged.
-
-    Images go to a GPU as bytes, a quarter of their size in float32, and are converted there.
-    """
-    import torch
-
-    if device is None or device.type == "cpu":
-        return _normalize_pixels(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
-    values = torch.from_numpy(np.ascontiguousarray(inputs)).pin_memory().to(device, non_blocking=True)
-    if inputs.dtype != np.uint8:
-        return values
-    planes = values.permute(0, 3, 1, 2)  # also in memory order: GPUs have no other GroupNorm
-    return planes.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
-
-
-def draw_epoch_rows(n: int, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
-    """Yield the rows of ceil(n / batch_size) batches in each of `epochs` shuffled passes; without privacy."""
-    for _ in range(epochs):
-        yield from np.array_split(sampler.permutation(n), range(batch_size, n, batch_size))
-
-
-def load_batches(
-    examples: Cohort,
-    rows: Iterator[NDArray[np.int64]],
-    *,
-    augment: Augment | None,
-    device: torch.device,
-    draws: CipherStream | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (normalised and augmented images or features, labels int64[b]) on `device`; b may be 0.
-
-    For a GPU a thread prefetches a few batches, so that the GPU need not wait for the disk.
-
-    Args:
-        rows: of each batch, int64[b].
-        draws: stream of the numbers for the training inputs of `Cohort.show`; None for the inputs of `read`.
-    """
-    import torch
-
-    require_labels(examples)
-
-    def read_inputs(chosen: _Rows) -> Inputs:
-        if draws is None or examples.show is None:
-            return examples.read(chosen)
-        return examples.show(chosen, (draws.uniform(len(chosen)) * _DRAW_RANGE).astype(np.int64))
-
-    def generate_batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for chosen in rows:
-            images = build_tensor(read_inputs(chosen), device)
-            if augment is not None and len(images):
-                images = torch.stack([augment(image) for image in images])
-            yield images, torch.from_numpy(examples.label[chosen]).to(device)
-
-    yield from (prefetch_items(generate_batches(), _PREFETCH_BATCHES) if device.type == "cuda" else generate_batches())
-
-
-_AUGMENTATIONS = ("none", "flips", "stain")
-"""Names of augmentations; their parameters are constants, never statistics of a data set."""
-
-
-def build_augmentation(name: str, stream: CipherStream) -> Augment | None:
-    """Return the named augmentation of images float32[c, h, w] in [−1, 1], drawn by the stream.
-
-    `flips` draws one of the eight symmetries of the square, since a patch has no up; `stain` also, per colour channel,
-    a gain about mid-grey and an offset, as of other laboratories' stains. They equal MONAI's RandFlip, RandRotate90,
-    RandScaleIntensity and RandShiftIntensity, whose import takes longer than a small run.
-
-    Raises:
-        UsageError: for an unknown name.
-    """
-    if name not in _AUGMENTATIONS:
-        raise UsageError(f"unknown augmentation {name!r}; known: {', '.join(_AUGMENTATIONS)}")
-    if name == "none":
-        return None
-    import torch
-
-    def draw_number() -> float:
-        return stream.randbelow(2**53) * 2.0**-53
-
-    def draw_values(image: Tensor, bound: float) -> list[float]:
-        return [2 * bound * draw_number() - bound for _ in image]
-
-    def expand_channels(image: Tensor, numbers: list[float]) -> Tensor:
-        return torch.tensor(numbers, dtype=image.dtype, device=image.device)[:, None, None]
-
-    def augment(image: Tensor) -> Tensor:
-        for axis in (1, 2):
-            if draw_number() < 0.5:
-                image = image.flip(axis)
-        if draw_number() < 0.5:
-            image = torch.rot90(image, stream.randbelow(3) + 1, (1, 2))
-        if name == "stain":
-            if draw_number() < 0.8:
-                image = image * expand_channels(image, [1 + value for value in draw_values(image, 0.4)])
-            if draw_number() < 0.8:
-                image = image + expand_channels(image, draw_values(image, 0.5))
-        return image
-
-    return augment

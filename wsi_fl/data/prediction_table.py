@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from wsi_fl.data.cohort import Cohort
+from wsi_fl.data.cohort import TRUTH_COLUMNS, Cohort, read_names, read_truth
 from wsi_fl.data.metrics import (
     Labels,
     Probabilities,
@@ -23,6 +23,7 @@ from wsi_fl.data.metrics import (
 from wsi_fl.data.tasks import CLASSES, PredictionArray, Task, Truth, score_intervals, score_predictions
 
 Names = NDArray[np.str_]
+_KEYS = ("part", "slide", "patient")
 _MEAN_RULES = ("mean", "weighted_mean")
 _VOTING_RULES = (*_MEAN_RULES, "absolute", "relative", "weighted")
 _REJECTED_CLASS = -1
@@ -31,96 +32,81 @@ _REJECTED_CLASS = -1
 
 @dataclass(frozen=True)
 class PredictionTable:
-    """Predictions of a site's models for n test examples.
+    """Predictions of a site's models for n test examples; `table[mask]` selects.
 
     Attributes:
         site: of the models.
         model: the site's prediction model, one of those of `predictions`.
-        part: str[n], the site of each test example.
-        slide, patient: str[n]; sites may use the same names for different ones.
-        truth: of each example, as the task has it.
+        obs: a row for each example: part (its site), slide, patient, label (or time and event) and further columns.
+            Sites may use the same names for different slides and patients.
         predictions: predictions float64[n, k] by model.
         outputs: names of the k outputs.
-        extra_columns: further columns by name.
     """
 
     site: str
     model: str
-    part: Names
-    slide: Names
-    patient: Names
-    truth: Truth
+    obs: pd.DataFrame
     predictions: Mapping[str, PredictionArray]
     outputs: tuple[str, ...]
     task: Task = CLASSES
-    extra_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-
-    @classmethod
-    def from_examples(
-        cls,
-        parts: Mapping[str, Cohort],
-        *,
-        site: str,
-        model: str,
-        predictions: Mapping[str, PredictionArray],
-        outputs: tuple[str, ...],
-        extra_columns: Mapping[str, NDArray[Any]] | None = None,
-    ) -> Self:
-        """Return the table of several sites' test examples, in order, by site."""
-        examples = [*parts.values()]
-        truth, slide, patient = (
-            np.concatenate([getattr(part_examples, name) for part_examples in examples])
-            for name in ("label", "slide", "patient")
-        )
-        part = np.repeat([*parts], [len(part_examples) for part_examples in examples])
-        return cls(
-            site, model, part, slide, patient, truth, predictions, outputs, examples[0].task, extra_columns or {}
-        )
 
     def __len__(self) -> int:
-        return len(self.truth)
+        return len(self.obs)
+
+    def __getitem__(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> PredictionTable:
+        """Return the examples of a mask bool[n], or at rows int64[m] in this order."""
+        chosen = np.arange(len(self))[np.asarray(rows)]
+        predictions = {model: values[chosen] for model, values in self.predictions.items()}
+        return replace(self, obs=self.obs.iloc[chosen].reset_index(drop=True), predictions=predictions)
+
+    @property
+    def patient(self) -> Names:
+        """str[n]."""
+        return read_names(self.obs["patient"])
+
+    @property
+    def truth(self) -> Truth:
+        """The truth of each example, as the task has it."""
+        return read_truth(self.obs)
+
+    @property
+    def extra_columns(self) -> list[str]:
+        """The further columns."""
+        return [name for name in self.obs if name not in (*_KEYS, *TRUTH_COLUMNS)]
 
     @property
     def model_predictions(self) -> PredictionArray:
-        """Return the predictions float64[n, k] of the site's prediction model."""
+        """The predictions float64[n, k] of the site's prediction model."""
         return self.predictions[self.model]
-
-    def select_rows(self, rows: NDArray[np.bool_]) -> PredictionTable:
-        """Return the rows of a mask bool[n]."""
-        if rows.all():
-            return self
-        part, slide, patient, truth = self.part[rows], self.slide[rows], self.patient[rows], self.truth[rows]
-        predictions = {model: values[rows] for model, values in self.predictions.items()}
-        extra_columns = {name: values[rows] for name, values in self.extra_columns.items()}
-        return PredictionTable(
-            self.site, self.model, part, slide, patient, truth, predictions, self.outputs, self.task, extra_columns
-        )
 
     @property
     def local_rows(self) -> PredictionTable:
-        """Return the rows of this site's test part."""
-        return self.select_rows(self.part == self.site)
-
-    @property
-    def other_rows(self) -> PredictionTable:
-        """Return the rows of all other sites."""
-        return self.select_rows(self.part != self.site)
+        """The rows of this site's test part."""
+        return self[self.obs["part"] == self.site]
 
     def group_by(self, column: str) -> dict[str, PredictionTable]:
-        """Return the groups of equal values in a column of names, in order of first appearance."""
-        values = getattr(self, column) if column in ("part", "slide", "patient") else self.extra_columns[column]
-        names, first = np.unique(values, return_index=True)
-        return {str(name): self.select_rows(values == name) for name in names[np.argsort(first)]}
+        """Return the rows by value of a column, in order of first appearance."""
+        groups = self.obs.groupby(column, sort=False, observed=True)
+        return {str(name): self[rows.index] for name, rows in groups}
 
     def compute_scores(self, model: str | None = None) -> dict[str, float | None]:
         """Return n and every score of a model, by default of the site's prediction model."""
         return score_predictions(self.predictions[model or self.model], self.truth, self.task)
 
-    def qualify_names(self, names: Names) -> Names:
-        """Return names of slides or patients, str[n], made unique across sites."""
-        if (self.part == self.part[:1]).all():
-            return names
-        return np.char.add(np.char.add(self.part, "/"), names)
+    def qualify_names(self, column: str) -> Names:
+        """Return the names of slides or patients, str[n], made unique across sites."""
+        part, names = read_names(self.obs["part"]), read_names(self.obs[column])
+        return names if (part == part[:1]).all() else np.char.add(np.char.add(part, "/"), names)
+
+
+def tabulate_examples(parts: Mapping[str, Cohort]) -> pd.DataFrame:
+    """Return the rows of a prediction table: the test examples of several sites by name, in order.
+
+    Patches have their corners (x_l0, y_l0) as further columns, slides and patients the kind of tumour.
+    """
+    rows = pd.concat([part.obs.assign(part=name) for name, part in parts.items()], ignore_index=True)
+    extra = ("x_l0", "y_l0") if "x_l0" in rows else ("tumor_type",)
+    return rows[[name for name in (*_KEYS, *extra, *TRUTH_COLUMNS) if name in rows]]
 
 
 def measure_predictions(
@@ -147,10 +133,10 @@ def measure_predictions(
             }
         return summary
 
-    patient, slide_scores = table.qualify_names(table.patient), None
+    patient, slide_scores = table.qualify_names("patient"), None
     if with_slides and table.task.kind == "classes":
         slides = aggregate_slides(
-            table.model_predictions, table.truth, table.qualify_names(table.slide), threshold=threshold
+            table.model_predictions, table.truth, table.qualify_names("slide"), threshold=threshold
         )
         if slides:
             slide_scores = summarize_scores(slides[0], slides[1], patient[slides[2]]) | {"threshold": threshold}
@@ -163,16 +149,10 @@ def measure_predictions(
 
 def score_tumor_types(table: PredictionTable) -> dict[str, dict[str, float | None]]:
     """Return n, accuracy and macro-accuracy by tumour type; empty without tumour types."""
-    if "tumor_type" not in table.extra_columns:
-        return {}
-    groups = table.group_by("tumor_type")
-    scores = {
-        kind: score_predictions(groups[kind].model_predictions, groups[kind].truth)
-        for kind in sorted(set(groups) - {""})
-    }
-    return {
-        kind: {name: values[name] for name in ("n", "accuracy", "macro_accuracy")} for kind, values in scores.items()
-    }
+    groups = table.group_by("tumor_type") if "tumor_type" in table.obs else {}
+    scores = {kind: score_predictions(groups[kind].model_predictions, groups[kind].truth) for kind in sorted(groups)}
+    names = ("n", "accuracy", "macro_accuracy")
+    return {kind: {name: values[name] for name in names} for kind, values in scores.items() if kind}
 
 
 # ---- many sites' predictions as one (MPCPA, section 3.2)

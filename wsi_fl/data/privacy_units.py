@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.data.cohort import Cohort, Inputs, concatenate_examples, draw_epoch_rows, select_examples
+from wsi_fl.data.batches import draw_epoch_rows
+from wsi_fl.data.cohort import Cohort, Inputs, concatenate_examples
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from wsi_fl.learning.local_training import Batch
     from wsi_fl.privacy.cipher import CipherStream
     from wsi_fl.privacy.privacy_plan import PrivacyPlan
 
@@ -76,7 +76,7 @@ class PrivacyUnits:
 
     def attach_units(
         self, batches: Iterator[tuple[Tensor, Tensor]], rows: list[NDArray[np.int64]], device: torch.device
-    ) -> Iterator[Batch]:
+    ) -> Iterator[tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]]:
         """Yield the batches of these rows, where units are patients with the patient of each row."""
         if self.kind == "row":
             yield from batches
@@ -227,7 +227,7 @@ class Canaries:
     """Meaningless examples, each planted among the training rows of a site by a fair coin.
 
     The success of distinguishing planted ones from the others by a trained model bounds its ε from below
-    (`privacy/attacks.py`). They are noise with a random label: a model has information on one only from itself.
+    (`evidence/attacks.py`). They are noise with a random label: a model has information on one only from itself.
 
     Attributes:
         seed: of their pixels or features and their labels.
@@ -241,7 +241,7 @@ class Canaries:
 
     def select_planted(self) -> Cohort:
         """Return the planted canaries, in order."""
-        return select_examples(self.examples, np.flatnonzero(self.included))
+        return self.examples[self.included]
 
 
 def toss_coins(m: int) -> tuple[int, NDArray[np.bool_]]:
@@ -260,9 +260,8 @@ def build_canaries(seed: int, included: NDArray[np.bool_], shape: Shape, n_class
     inputs = _draw_noise(stream, m, shape)
     names = np.array([f"canary {k}" for k in range(m)])
     allowed = np.ones((m, n_classes), bool) if isinstance(shape, Bags) else None
-    read = inputs.__getitem__
-    examples = Cohort(read, labels, names, names, allowed, show=lambda rows, _: read(rows))
-    return Canaries(seed, included, examples)
+    examples = Cohort.from_columns(inputs.__getitem__, labels, names, names, allowed)
+    return Canaries(seed, included, replace(examples, show=lambda rows, _: inputs[rows]))
 
 
 def _draw_noise(stream: CipherStream, m: int, shape: Shape) -> Inputs:

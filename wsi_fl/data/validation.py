@@ -1,29 +1,17 @@
-"""Held-out patients of a site, as folds or for validation, and the selection of its prediction model on these."""
+"""Held-out patients of a site, as folds or for validation."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import json
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.data.metrics import Labels, Probabilities, fill_patient_names
-from wsi_fl.data.tasks import CLASSES, Task, selection_score
-from wsi_fl.learning.ensemble import Ensemble
+from wsi_fl.data.metrics import fill_patient_names
 from wsi_fl.types import UsageError
-
-COMMON = ("proxy", "shared")
-"""The roles of models that all sites have alike: the proxy, and of `oneshot` the shared head."""
-MODEL_CHOICES = ("private", "mean", *COMMON)
-"""Choices of a site's prediction model; of equally good ones the first."""
-LOCAL = "local"
-"""Role of the local model, trained on the site's examples beside the models of the method."""
-ENSEMBLE = "ensemble"
-"""Choice of the ensemble of the local and the federated model."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +71,6 @@ def require_patient_names(patient: NDArray[np.str_], site: str) -> None:
         )
 
 
-# ---- folds
-
-
 _MIN_FOLDS = 2
 
 
@@ -141,48 +126,3 @@ def _patient_classes(patient_index: NDArray[np.int64], label: NDArray[np.int64],
     kind = np.zeros(n, np.int64)
     np.maximum.at(kind, patient_index, label)
     return kind
-
-
-# ---- the prediction model
-
-
-def roles_of_choice(model: str, ensemble: Ensemble | None = None, there: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the roles of the models for a prediction model."""
-    if model == ENSEMBLE and ensemble is not None:
-        return tuple(dict.fromkeys((*roles_of_choice(ensemble.own), *roles_of_choice(ensemble.shared))))
-    return ("private", "shared" if "shared" in there else "proxy") if model == "mean" else (model,)
-
-
-def combine_predictions(
-    predicted: Mapping[str, Probabilities], model: str, ensemble: Ensemble | None = None
-) -> Probabilities:
-    """Return float64[n, classes], the predictions of one model, the mean of two, or those of an ensemble.
-
-    Args:
-        predicted: probabilities by role.
-    """
-    if model == ENSEMBLE:
-        assert ensemble is not None
-        return ensemble(combine_predictions(predicted, ensemble.own), combine_predictions(predicted, ensemble.shared))
-    predictions = [predicted[role] for role in roles_of_choice(model, there=predicted)]
-    return predictions[0] if len(predictions) == 1 else np.mean(predictions, axis=0)
-
-
-def score_candidates(
-    predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES
-) -> dict[str, float | None]:
-    """Return the selection score of every choice possible with these models, the local model first."""
-    choices = [
-        choice
-        for choice in (LOCAL, *MODEL_CHOICES)
-        if set(roles_of_choice(choice, there=predicted)) <= predicted.keys()
-    ]
-    return {choice: selection_score(combine_predictions(predicted, choice), labels, task) for choice in choices}
-
-
-def select_model(predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES) -> str:
-    """Return the choice with the best selection score; "private" where it cannot be computed, as with one class."""
-    if len(np.unique(labels, axis=0)) < 2:
-        return "private"
-    scores = score_candidates(predicted, labels, task)
-    return max(scores, key=lambda choice: -np.inf if (value := scores[choice]) is None else value)

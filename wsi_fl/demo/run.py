@@ -15,7 +15,8 @@ from wsi_fl.demo.simulated_slides import plan_slides, simulate_archive, simulate
 from wsi_fl.evidence.compare import compare_methods, render_comparison_lines
 from wsi_fl.models.weights import random_weights
 from wsi_fl.oneshot.build_projection import build_projection, render_projection_lines
-from wsi_fl.stages.evaluation.evaluate import evaluate, render_evaluation_lines
+from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.prepare.build_bags import make_features
 from wsi_fl.stages.prepare.init_study import init_study

@@ -15,13 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from wsi_fl.data.cohort import Cohort, load_batches
+from wsi_fl.data.batches import load_batches
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.metrics import choose_classes
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits
-from wsi_fl.data.validation import COMMON
 from wsi_fl.evidence import attacks
 from wsi_fl.evidence.audit_section import build_statistics_tables, list_audit_findings
 from wsi_fl.federation.methods import Method
+from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.learning.local_training import example_losses, predict_examples
 from wsi_fl.oneshot.class_statistics import NoisyStatistics, explain_invalid_statistics, head_excluding_site
 from wsi_fl.oneshot.released_statistics import statistics_of

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.data.prediction_table import PredictionTable
-from wsi_fl.data.validation import LOCAL
 from wsi_fl.evidence import clinical_metrics as measures
 from wsi_fl.evidence.clinical_metrics import MIN_SUBGROUP, Names, PatientPredictions
 from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
 from wsi_fl.evidence.compare_runs import resolve_runs
 from wsi_fl.report.formatting import Json
 from wsi_fl.report.sections import PageSection, SectionContext
+from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
@@ -189,7 +189,7 @@ def _describe_site(
         }
     return {
         "site": name,
-        "on": "merged" if (table.part != name).any() else "own",
+        "on": "merged" if (table.obs["part"] != name).any() else "own",
         "model": table.model,
         "unit": "patient" if all(table.patient) else "example",
         "any_counts": patients.any_counts,
@@ -201,7 +201,7 @@ def _describe_site(
 def _group_by_patient(table: PredictionTable) -> PatientPredictions:
     """Return predictions by patient; an example without a known patient is one of its own."""
     rows = np.char.add("row ", np.arange(len(table)).astype(str))
-    patient_names = np.where(table.patient == "", rows, table.qualify_names(table.patient))
+    patient_names = np.where(table.patient == "", rows, table.qualify_names("patient"))
     return measures.aggregate_patients(table.model_predictions, table.truth, patient_names)
 
 
@@ -209,16 +209,14 @@ def _group_of_patients(
     study: Study, site: SiteFile, table: PredictionTable, patients: PatientPredictions, by: str
 ) -> Names:
     """Return the subgroup of each patient, that of the first example; "" where unknown."""
-    if by == "part":
-        column = table.part
-    elif by in table.extra_columns:
-        column = table.extra_columns[by]
+    if by in ("part", *table.extra_columns):
+        column = table.obs[by].to_numpy(str)
     else:
         values: dict[tuple[str, str, str], str] = {}
-        for name in sorted(set(table.part.tolist())):
+        for name in sorted(set(table.obs["part"])):
             owner = site if name == site.name else study.load_site(name)
             values |= {(name, *key): value for key, value in read_column(study, owner, by).items()}
-        examples = zip(table.part.tolist(), table.slide.tolist(), table.patient.tolist(), strict=True)
+        examples = table.obs[["part", "slide", "patient"]].itertuples(index=False)
         column = np.array([
             values.get((part, "slide", slide), values.get((part, "patient", patient), ""))
             for part, slide, patient in examples
@@ -227,7 +225,7 @@ def _group_of_patients(
         raise UsageError(f"--by {by}: no table of the sites has a slide or patient of this test set")
     if len(set(column.tolist())) > _MAX_GROUPS:
         raise UsageError(f"--by {by}: has more than {_MAX_GROUPS} values; group them in a column of their own")
-    patient_names = table.qualify_names(table.patient)
+    patient_names = table.qualify_names("patient")
     first = dict(zip(patient_names[::-1].tolist(), column[::-1].tolist(), strict=True))
     return np.array([str(first.get(name, "")) for name in patients.name.tolist()])
 

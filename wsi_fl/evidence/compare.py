@@ -29,7 +29,7 @@ from wsi_fl.federation.methods import LOCAL_METHOD
 from wsi_fl.report import formatting
 from wsi_fl.stages.evaluation.write_predictions import read_example_scores
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
-from wsi_fl.stages.site.site_data import find_example_kind
+from wsi_fl.stages.site.example_kind import find_example_kind
 from wsi_fl.stages.training.finished_runs import FinishedRun, effective_settings
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_csv, write_text

@@ -13,8 +13,8 @@ from typing import Any
 from wsi_fl.federation.methods import LOCAL_METHOD
 from wsi_fl.plugins import PAYLOAD_MODELS
 from wsi_fl.stages.runtime.console import NestedProgress, Watcher
+from wsi_fl.stages.site.example_kind import find_example_kind
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.site.site_data import find_example_kind
 from wsi_fl.stages.site.target_labels import describe_target
 from wsi_fl.stages.training.finished_runs import FinishedRun, find_finished_run, flatten_settings
 from wsi_fl.stages.training.train import train

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from wsi_fl.data.cohort import Cohort, build_tensor, concatenate_examples, find_problem
+from wsi_fl.data.batches import build_tensor
+from wsi_fl.data.cohort import Cohort, concatenate_examples, find_problem
 from wsi_fl.data.metrics import fill_patient_names
 from wsi_fl.data.privacy_units import patient_units, row_units
-from wsi_fl.data.validation import COMMON
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.loop import run
 from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, Method, Weights
 from wsi_fl.federation.participant import Participant, join
 from wsi_fl.federation.recipe import Recipe
+from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.privacy.engine_selection import select_engine
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.data.cohort import load_batches
+from wsi_fl.data.batches import load_batches
 from wsi_fl.data.privacy_units import TrainingSet, row_units
-from wsi_fl.data.validation import LOCAL
 from wsi_fl.federation.comm import Comm, Traffic
 from wsi_fl.federation.exchange import exchange_models, load_mixture, pass_buffers
 from wsi_fl.federation.membership import (
@@ -42,6 +41,7 @@ from wsi_fl.federation.site_state import (
     write_checkpoint,
 )
 from wsi_fl.federation.topology import Matrix, list_hops, list_receivers
+from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.learning.local_training import Batch, mean_losses, take_supervised_step
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import Release

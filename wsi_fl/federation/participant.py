@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from wsi_fl.data.cohort import Cohort, draw_epoch_rows, load_batches
+from wsi_fl.data.batches import draw_epoch_rows, load_batches
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits
-from wsi_fl.data.validation import COMMON, LOCAL
+from wsi_fl.learning.ensemble import COMMON, LOCAL
 from wsi_fl.federation.methods import Role
 from wsi_fl.federation.recipe import Recipe
 from wsi_fl.federation.site_state import Buffer, Site

@@ -11,23 +11,21 @@ import numpy as np
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.metrics import Probabilities, aggregate_slides, find_operating_point
 from wsi_fl.data.tasks import fold_strata, score_predictions
-from wsi_fl.data.validation import (
-    COMMON,
-    ENSEMBLE,
-    LOCAL,
-    combine_predictions,
-    roles_of_choice,
-    score_candidates,
-    select_model,
-)
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.recipe import Recipe
 from wsi_fl.federation.site_state import Site
 from wsi_fl.learning.ensemble import (
+    COMMON,
+    ENSEMBLE,
+    LOCAL,
     MIN_PATIENTS,
     Ensemble,
+    combine_predictions,
     gate_ensemble,
     is_worse_than_local,
+    roles_of_choice,
+    score_candidates,
+    select_model,
     single_federated_ensemble,
     single_local_ensemble,
     weight_by_sample_size,

@@ -59,7 +59,7 @@ class BufferShape:
         head = self.n * _LABEL_TYPE.itemsize
         pixels = values[head:].reshape(self.n, self.size_px, self.size_px, self.channels)
         name = np.full(self.n, "synthetic")
-        return Cohort(lambda rows: pixels[rows], self._read_labels(values), name, name)
+        return Cohort.from_columns(pixels.__getitem__, self._read_labels(values), name, name)
 
     def find_problem(self, values: Flat) -> str:
         """Return why bytes are no buffer of this shape, or ""."""

@@ -1,12 +1,12 @@
-"""Ensembles of a site's local and federated model.
+"""The prediction model of a site: one of its models, the mean of two, or an ensemble of its local and federated model.
 
-They are fitted to held-out predictions: of the local model cross-validated by patient, of the federated one from models
-that are not overfitted to the example. So memorisation earns no weight (stacked generalisation; Wolpert, 1992).
+Ensembles are fitted to held-out predictions: of the local model cross-validated by patient, of the federated one from
+models that are not overfitted to the example. So memorisation earns no weight (stacked generalisation; Wolpert, 1992).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,17 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from wsi_fl.data.metrics import Labels, Probabilities, fill_patient_names, mean_over_classes
-from wsi_fl.data.tasks import CLASSES, PredictionArray, Task, Truth
+from wsi_fl.data.tasks import CLASSES, PredictionArray, Task, Truth, selection_score
 from wsi_fl.learning.tuning import log_losses, selection_loss, softmax
 
+COMMON = ("proxy", "shared")
+"""The roles of models that all sites have alike: the proxy, and of `oneshot` the shared head."""
+MODEL_CHOICES = ("private", "mean", *COMMON)
+"""Choices of a site's prediction model; of equally good ones the first."""
+LOCAL = "local"
+"""Role of the local model, trained on the site's examples beside the models of the method."""
+ENSEMBLE = "ensemble"
+"""Choice of the ensemble of the local and the federated model."""
 _MIN_PROBABILITY = 1e-12
 
 
@@ -253,3 +261,45 @@ def _compute_logits(probabilities: Probabilities) -> NDArray[np.float64]:
     logs = np.log(np.clip(probabilities, _MIN_PROBABILITY, None))
     centered: NDArray[np.float64] = logs - logs.mean(1, keepdims=True)
     return centered
+
+
+def roles_of_choice(model: str, ensemble: Ensemble | None = None, there: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the roles of the models for a prediction model."""
+    if model == ENSEMBLE and ensemble is not None:
+        return tuple(dict.fromkeys((*roles_of_choice(ensemble.own), *roles_of_choice(ensemble.shared))))
+    return ("private", "shared" if "shared" in there else "proxy") if model == "mean" else (model,)
+
+
+def combine_predictions(
+    predicted: Mapping[str, Probabilities], model: str, ensemble: Ensemble | None = None
+) -> Probabilities:
+    """Return float64[n, classes], the predictions of one model, the mean of two, or those of an ensemble.
+
+    Args:
+        predicted: probabilities by role.
+    """
+    if model == ENSEMBLE:
+        assert ensemble is not None
+        return ensemble(combine_predictions(predicted, ensemble.own), combine_predictions(predicted, ensemble.shared))
+    predictions = [predicted[role] for role in roles_of_choice(model, there=predicted)]
+    return predictions[0] if len(predictions) == 1 else np.mean(predictions, axis=0)
+
+
+def score_candidates(
+    predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES
+) -> dict[str, float | None]:
+    """Return the selection score of every choice possible with these models, the local model first."""
+    choices = [
+        choice
+        for choice in (LOCAL, *MODEL_CHOICES)
+        if set(roles_of_choice(choice, there=predicted)) <= predicted.keys()
+    ]
+    return {choice: selection_score(combine_predictions(predicted, choice), labels, task) for choice in choices}
+
+
+def select_model(predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES) -> str:
+    """Return the choice with the best selection score; "private" where it cannot be computed, as with one class."""
+    if len(np.unique(labels, axis=0)) < 2:
+        return "private"
+    scores = score_candidates(predicted, labels, task)
+    return max(scores, key=lambda choice: -np.inf if (value := scores[choice]) is None else value)

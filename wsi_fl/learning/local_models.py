@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from wsi_fl.data.cohort import Cohort, load_batches, select_examples
+from wsi_fl.data.batches import load_batches
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.metrics import Probabilities
 from wsi_fl.learning.local_training import DPSettings, Learner, predict_examples, replace_nonfinite
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fit_linear_head, tune_hyperparameters
@@ -105,7 +106,7 @@ def fit_local_models(
 
     def predict_others(hyperparameters: HyperParameters, is_training: NDArray[np.bool_]) -> Probabilities:
         model.load_state_dict(start)
-        rows, others = (select_examples(train, np.flatnonzero(part)) for part in (is_training, ~is_training))
+        rows, others = train[is_training], train[~is_training]
         learner = build(model, hyperparameters, rows)
         train_alone(learner, rows)
         return replace_nonfinite(predict_examples(learner.predict_logits, others, first.device), others)

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from wsi_fl.data.cohort import Cohort, load_batches
+from wsi_fl.data.batches import load_batches
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.tasks import CLASSES, MutualLoss, Task
 from wsi_fl.models.checkpoint import Adam, copy_slots, load_slots, strip_prefix
 from wsi_fl.privacy.cipher import CipherStream

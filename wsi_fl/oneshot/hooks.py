@@ -16,7 +16,7 @@ from wsi_fl.oneshot.released_statistics import (
     require_statistics,
 )
 from wsi_fl.oneshot.secagg import require_enough_sites
-from wsi_fl.stages.site.site_data import find_example_kind
+from wsi_fl.stages.site.example_kind import find_example_kind
 from wsi_fl.stages.site.study_hooks import StudyHooks
 from wsi_fl.types import UsageError, WsiFlError
 

@@ -65,7 +65,7 @@ class StatisticsPayload(ModelPayload):
     def load_rows(self, learner: Learner, rows: Cohort) -> None:
         import torch
 
-        from wsi_fl.data.cohort import load_batches
+        from wsi_fl.data.batches import load_batches
         from wsi_fl.data.metrics import fill_patient_names
 
         if not len(rows):

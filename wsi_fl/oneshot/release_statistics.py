@@ -13,7 +13,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from wsi_fl.data.cohort import Cohort, load_batches
+from wsi_fl.data.batches import load_batches
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.privacy_units import PrivacyUnits
 from wsi_fl.learning.local_training import DPSettings, Learner
 from wsi_fl.models import schema_digest

@@ -6,7 +6,7 @@ The coordinator's page holds only what all sites of the run see.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from wsi_fl.data.cross_site_counts import (
     Constant,
@@ -61,7 +61,7 @@ def _metric_table(hospitals: list[str], models: Mapping[str, ModelScores], metri
         within = scores.get("auroc_within") if metric == "auroc" else None
         return {"value": scores[metric], "within": within}
 
-    rows: list[dict[str, Any]] = [
+    rows: list[Json] = [
         {
             "model": name,
             "cells": [score_cell(model["hospitals"][hospital]) for hospital in hospitals],

@@ -149,7 +149,7 @@ def _first_gain(merged: Json, baseline: str, run: Json, score: str) -> dict[str,
     }
 
 
-def summarize_privacy(page: Page) -> dict[str, Any]:
+def summarize_privacy(page: Page) -> Json:
     """Return the privacy spent by all sites; ``guarantee`` is the weakest of them."""
     sites = page.summary.get("sites", ())
     sites_with_epsilon = [s for s in sites if is_number(s.get("epsilon"))]
@@ -168,7 +168,7 @@ def summarize_privacy(page: Page) -> dict[str, Any]:
     }
 
 
-def list_runs(page: Page) -> list[dict[str, Any]]:
+def list_runs(page: Page) -> list[Json]:
     """Return this run and its baselines, best merged accuracy first; runs without a number last."""
     privacy_summary = summarize_privacy(page)
     own_row = {

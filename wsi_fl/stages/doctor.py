@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stages.training import launch
@@ -20,8 +20,23 @@ _MIN_FREE_BYTES = 5 << 30
 _MPI_TEST = "from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2"
 
 
-def check_installation() -> dict[str, Any]:
-    """Run all checks; each row has name, ok, and the result or remedy (`result`)."""
+class _CheckRow(TypedDict):
+    """A check with its result, or its remedy where it failed (`said`)."""
+
+    name: str
+    ok: bool
+    said: str
+
+
+class _DoctorDocument(TypedDict):
+    """The `--json` document of `doctor`."""
+
+    ok: bool
+    checks: list[_CheckRow]
+
+
+def check_installation() -> _DoctorDocument:
+    """Run all checks."""
     checks: dict[str, Callable[[], str]] = {
         "Python": platform.python_version,
         "OpenSlide": _check_openslide,
@@ -30,7 +45,7 @@ def check_installation() -> dict[str, Any]:
         "GPU": _check_gpu,
         "disk": _check_disk,
     }
-    rows = []
+    rows: list[_CheckRow] = []
     for name, check in checks.items():
         ok = False
         try:
@@ -99,7 +114,7 @@ def _check_disk() -> str:
     return f"{free / 1e9:.0f} GB free here, {n_cores()} cores"
 
 
-def render_doctor_lines(document: dict[str, Any]) -> Lines:
+def render_doctor_lines(document: _DoctorDocument) -> Lines:
     for row in document["checks"]:
         mark, style = ("ok  ", "green") if row["ok"] else ("FAIL", "bold red")
         yield TextLine(f"{mark} {row['name']}: {row['said']}", style)

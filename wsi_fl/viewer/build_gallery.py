@@ -16,7 +16,7 @@ from wsi_fl.slides.reading.formats.dicom_headers import resolve_slide_path
 from wsi_fl.stages.prepare.slide_lists import resolve_sources
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.run_context import restore_study
-from wsi_fl.stages.site.site_data import list_slides
+from wsi_fl.stages.site.slide_files import list_slides
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile

@@ -13,8 +13,8 @@ from typing import Any, Literal, cast
 from jinja2 import Environment, StrictUndefined
 from typing_extensions import TypedDict
 
-from wsi_fl.data.validation import COMMON
 from wsi_fl.federation.methods import FILES, HUB, Disclosure
+from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.oneshot.released_statistics import open_projection
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS
 from wsi_fl.report.formatting import format_size

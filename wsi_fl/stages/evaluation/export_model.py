@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from wsi_fl import __version__
-from wsi_fl.data.validation import COMMON
+from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.models.export_formats import DownsamplingModel, HeadWithEncoder, input_name, write_onnx, write_torchscript
-from wsi_fl.report.formatting import SCORES, SHORT_SCORES, describe_worst_detection, format_number
+from wsi_fl.report.formatting import SCORES, SHORT_SCORES, Json, describe_worst_detection, format_number
 from wsi_fl.report.sections import find_benefit_measure
 from wsi_fl.report.templates import fill_template
 from wsi_fl.runs.run_folder import RunFolder
@@ -50,7 +50,7 @@ class ExportRequest:
     site: SiteFile
     model_name: str
     role: str
-    facts: Mapping[str, Any]
+    facts: Json
 
     @cached_property
     def site_names(self) -> list[str]:
@@ -58,7 +58,7 @@ class ExportRequest:
         return [site.name for site in ([self.site] if self.model_name == "private" else self.context.members)]
 
     @cached_property
-    def accounts(self) -> dict[str, dict[str, Any]]:
+    def accounts(self) -> dict[str, Json]:
         """The final privacy accounts of the sites of its training patients whose part of the run is here."""
         folders = {name: self.context.run.site_folder(name) for name in self.site_names}
         return {name: folder.read_account() for name, folder in folders.items() if folder.account_path.exists()}
@@ -110,7 +110,7 @@ def export_model(
     site: str | None = None,
     private: bool = False,
     out: Path | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Write a model of a run for another program, with MODEL_CARD.md and model_card.json; return the document.
 
     Args:
@@ -157,7 +157,7 @@ def export_model(
     }
 
 
-def render_model_export(document: dict[str, Any]) -> Lines:
+def render_model_export(document: Json) -> Lines:
     """Yield the privacy warning, then the files."""
     private = document["model"] == "private" or "without differential privacy" in document["warning"]
     yield TextLine(document["warning"], "bold yellow" if private else "")
@@ -294,7 +294,7 @@ def _load_encoder(request: ExportRequest) -> Any:
     return encoder
 
 
-def build_card(request: ExportRequest, result: ExportResult, folder: Path) -> dict[str, Any]:
+def build_card(request: ExportRequest, result: ExportResult, folder: Path) -> Json:
     """Return the card of an exported model as a document."""
     context = request.context
     return {
@@ -329,42 +329,45 @@ def _collect_scores(request: ExportRequest) -> dict[str, object]:
     is exported without the site's private state, and its scores are the exported model's.
     """
     context, evaluation = request.context, request.context.run.read_evaluation()
-    is_head_only = request.model_name == "shared" and context.method.payload.is_single_release
-    fields: dict[str, Any] = {
-        "metrics": None,
-        "benefit": None,
-        "as_released": is_head_only,
-        "missing": "the run was not evaluated",
-    }
-    if evaluation is None:
-        return fields
-    refusal = 'the hospital does not allow the release of its scores (`allow = ["scores"]`)'
-    fields["missing"] = "the run has no scores of it" if request.site.allows("scores") else refusal
-    merged = evaluation["merged"] is not None and all(site.allows("scores") for site in context.members)
-    if evaluation["merged"] and merged:
-        rows = find_baselines(context, FinishedRun.load(context.run.path))
-        fields["benefit"] = next((baseline["gain"] for baseline in rows if baseline.get("gain")), None)
-    if is_head_only:
-        released_rows = [
-            row for row in evaluation.get("global_head") or [] if context.find_site(row["site"]).allows("scores")
-        ]
-        parts = [{"on": f"the test part of {row['site']}", "intervals": None} | row for row in released_rows]
-        fields["metrics"] = {"scores": list(evaluation["scores"]), "parts": parts} if parts else None
-        return fields
+    as_released = request.model_name == "shared" and context.method.payload.is_single_release
+    missing, parts, benefit = "the run was not evaluated", [], None
+    if evaluation is not None:
+        refusal = 'the hospital does not allow the release of its scores (`allow = ["scores"]`)'
+        missing = "the run has no scores of it" if request.site.allows("scores") else refusal
+        merged = evaluation["merged"] is not None and all(site.allows("scores") for site in context.members)
+        parts = _released_parts(request, evaluation) if as_released else _model_parts(request, evaluation, merged)
+        baselines = find_baselines(context, FinishedRun.load(context.run.path)) if merged else ()
+        benefit = next((baseline["gain"] for baseline in baselines if baseline.get("gain")), None)
+    metrics = {"scores": list(evaluation["scores"]), "parts": parts} if evaluation and parts else None
+    return {"metrics": metrics, "benefit": benefit, "as_released": as_released, "missing": missing}
+
+
+def _released_parts(request: ExportRequest, evaluation: Json) -> list[Json]:
+    """Return the scores of a released head at each site that allows them."""
+    rows = [
+        row for row in evaluation.get("global_head") or () if request.context.find_site(row["site"]).allows("scores")
+    ]
+    return [{"on": f"the test part of {row['site']}", "intervals": None} | row for row in rows]
+
+
+def _model_parts(request: ExportRequest, evaluation: Json, merged: bool) -> list[Json]:
+    """Return the scores of a site's model on its test part, and where `merged` on those of all sites.
+
+    There are none where the site does not allow them. Numbers of examples and intervals are known where this model
+    alone makes the site's predictions.
+    """
     row = next((row for row in evaluation["sites"] if row["site"] == request.site.name), None)
-    if row and request.site.allows("scores") and not is_head_only and (model := row["models"].get(request.role)):
-        is_ensemble, scores = row["model"] == request.role, evaluation["scores"]
-        test_sets = {"the test parts of all sites": (model, row)} if merged else {}
-        test_sets["the test part of its site"] = (model["own"], row["own"])
-        parts = []
-        for on, (model_scores, site_scores) in test_sets.items():
-            ensemble_values = {name: site_scores.get(name) if is_ensemble else None for name in ("n", "intervals")}
-            model_values = {name: model_scores.get(name) for name in scores} | (
-                {} if model_scores.get("n") is None else {"n": model_scores["n"]}
-            )
-            parts.append({"on": on} | ensemble_values | model_values)
-        fields["metrics"] = {"scores": list(scores), "parts": parts}
-    return fields
+    model = row["models"].get(request.role) if row and request.site.allows("scores") else None
+    if not model:
+        return []
+    test_sets = [("the test parts of all sites", model, row)] * merged
+    test_sets.append(("the test part of its site", model["own"], row["own"]))
+    is_selected, parts = row["model"] == request.role, []
+    for on, scores, site_scores in test_sets:
+        shared = {name: site_scores.get(name) if is_selected else None for name in ("n", "intervals")}
+        known_n = {} if scores.get("n") is None else {"n": scores["n"]}
+        parts.append({"on": on, **shared, **{name: scores.get(name) for name in evaluation["scores"]}, **known_n})
+    return parts
 
 
 def _describe_privacy(request: ExportRequest) -> list[dict[str, object]]:
@@ -398,7 +401,7 @@ def _find_audit_bound(request: ExportRequest, site: str) -> float | None:
     return max(bounds, default=None)
 
 
-def _warning_text(card: Mapping[str, Any]) -> str:
+def _warning_text(card: Json) -> str:
     """Return the privacy warning of a model card."""
     private = card["role"] == "private"
     if card["privacy"]["covered"]:
@@ -411,7 +414,7 @@ def _warning_text(card: Mapping[str, Any]) -> str:
     )
 
 
-def _render_card(card: Mapping[str, Any]) -> str:
+def _render_card(card: Json) -> str:
     gain, scores = card["benefit"], (card["metrics"] or {}).get("scores", ())
     benefit_text = None
     if gain and (benefit := find_benefit_measure()):

@@ -9,9 +9,8 @@ import torch
 
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.metrics import Probabilities
-from wsi_fl.data.validation import COMMON, ENSEMBLE, LOCAL, combine_predictions, roles_of_choice
 from wsi_fl.federation.methods import METHODS, Method
-from wsi_fl.learning.ensemble import Ensemble
+from wsi_fl.learning.ensemble import COMMON, ENSEMBLE, LOCAL, Ensemble, combine_predictions, roles_of_choice
 from wsi_fl.learning.local_training import predict_examples
 from wsi_fl.models import create_model
 from wsi_fl.runs.run_folder import RunFolder

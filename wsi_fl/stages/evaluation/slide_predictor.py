@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.data.cohort import Cohort, build_unlabelled_bags, downsample_pixels, find_allowed_classes, pack_bags
+from wsi_fl.data.cohort import Cohort, downsample_pixels, find_allowed_classes, pack_bags
 from wsi_fl.data.metrics import choose_classes
 from wsi_fl.data.survival import compute_risk
 from wsi_fl.data.tasks import NumberTask, SurvivalTask, Task
@@ -33,8 +33,10 @@ from wsi_fl.stages.prepare.tile_plans import build_plan_params
 from wsi_fl.stages.runtime.console import Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.encoders import load_encoder
+from wsi_fl.stages.site.example_kind import ExampleKind, find_example_kind
 from wsi_fl.stages.site.run_context import restore_study
-from wsi_fl.stages.site.site_data import ExampleKind, find_example_kind, list_slides, open_bags
+from wsi_fl.stages.site.site_data import open_bags
+from wsi_fl.stages.site.slide_files import list_slides
 from wsi_fl.stages.site.target_labels import build_task
 from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore
 from wsi_fl.study.folder import Study
@@ -315,20 +317,15 @@ class Predictor:
         task, features = build_task(self.pipeline.target), bag.features
         allowed = find_allowed_classes(np.array([tumor_type or ""]), self.meta.classes, self.meta.tumor_types)[0]
         slide = self.kind.example == "slide"
-        slide_features = features if slide else features.mean(axis=0, dtype=np.float64)[None]
+        slide_rows = [features] if slide else features.mean(axis=0, dtype=np.float64)[None]
+        patch_rows = [patch[None] for patch in features] if slide else features
 
-        def predict_bags(bags: Sequence[NDArray[np.float32]]) -> _Floats:
-            examples = build_unlabelled_bags(bags, allowed, task)
-            if not slide:
-                rows = np.concatenate(bags).astype(np.float32)
-                examples = replace(examples, read=lambda indices: rows[indices])
-            return self.models.predict(examples)
+        def predict_rows(rows: NDArray[Any] | Sequence[NDArray[np.float32]]) -> _Floats:
+            possible = np.tile(allowed, (len(rows), 1)) if task.kind == "classes" else None
+            return self.models.predict(replace(Cohort.from_arrays(rows).load_inputs(), allowed=possible, task=task))
 
         with torch.inference_mode():
-            slide_values, patch_values = (
-                predict_bags([slide_features])[0],
-                predict_bags([patch[None] for patch in features]),
-            )
+            slide_values, patch_values = predict_rows(slide_rows)[0], predict_rows(patch_rows)
             attention = self._mean_attention(bag) if slide else None
         if not np.isfinite(slide_values).all() or not np.isfinite(patch_values).all():
             raise WsiFlError("the model gives no numbers; it did not train well")

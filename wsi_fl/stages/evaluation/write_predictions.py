@@ -6,23 +6,22 @@ prediction model (selected), the example's site (part), slide, patient and furth
 
 from __future__ import annotations
 
-import csv
-from collections import Counter
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
+from wsi_fl.data.cohort import TRUTH_COLUMNS, tabulate_truth
 from wsi_fl.data.prediction_table import PredictionTable
 from wsi_fl.data.tasks import CLASSES, Task, Truth
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.system.files import atomic_path, file_sha256, require_regular_file
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import WsiFlError, single_line
 
 Key = tuple[str, ...]
 """The key of a test example: its site, its patient, and further names."""
@@ -36,7 +35,8 @@ COLUMNS = {
 """The columns of the truth and of predictions by kind of task. Of survival the predictions are probabilities of no
 event up to the end of each interval; the risk of a patient follows from all of them (`survival.risk`)."""
 _KEY_COLUMNS = ("site", "model", "selected", "part", "slide", "patient")
-_MODEL_COLUMN, _CHOSEN_COLUMN = 1, 2
+_CHUNK_ROWS = 1 << 16
+"""Examples written and lines read at a time."""
 _ROUNDING_TOLERANCE = 1e-5
 """Tolerance of probabilities, which tables of earlier versions have with nine digits."""
 
@@ -49,31 +49,31 @@ class TableSeal(TypedDict):
 
 
 def write_predictions(folder: SiteFolder, table: PredictionTable, *, has_truth: bool = True) -> None:
-    """Write a row per model and test example of every part.
+    """Write a row per model and test example of every part, with all digits, for thresholds between them.
 
     Args:
         has_truth: whether the truth is known; its columns are empty else.
     """
     truth, output_column = COLUMNS[table.task.kind]
-    names = (*_KEY_COLUMNS, *table.extra_columns, *truth, *(output_column.format(name) for name in table.outputs))
-    if table.task.kind == "classes":
-        true = [(table.outputs[label] if has_truth else "" for label in table.truth)]
-    else:
-        columns = np.reshape(table.truth, (-1, len(truth))).astype(np.float64).T
-        true = [(repr(value) if has_truth else "" for value in column.tolist()) for column in columns]
-    examples = zip(table.part, table.slide, table.patient, *table.extra_columns.values(), *true, strict=True)
-    heads = {model: f"{table.site},{model},{model == table.model}," for model in table.predictions}
-    # with all digits, for thresholds between them
-    numbers = ",%r" * len(table.outputs) + "\n"
-    lines: list[str] = []
-    example = csv.writer(SimpleNamespace(write=lines.append), lineterminator="")
+    values = np.array(table.outputs)[table.truth] if table.task.kind == "classes" else table.truth
+    rows = table.obs[["part", "slide", "patient", *table.extra_columns]].assign(
+        **{name: column if has_truth else "" for name, column in zip(truth, np.atleast_2d(values.T), strict=True)}
+    )
+    models = np.array([*table.predictions])
     with atomic_path(_table_path(folder)) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerow(names)
-        for k, cells in enumerate(examples):
-            example.writerow(cells)
-            text = lines.pop()
-            for model, values in table.predictions.items():
-                file.write(heads[model] + text + numbers % tuple(values[k].tolist()))
+        for start in range(0, max(1, len(table)), _CHUNK_ROWS):
+            chunk = rows.iloc[start : start + _CHUNK_ROWS]
+            lines = chunk.loc[chunk.index.repeat(len(models))]
+            names = np.tile(models, len(chunk))
+            lines.insert(0, "site", table.site)
+            lines.insert(1, "model", names)
+            lines.insert(2, "selected", names == table.model)
+            predictions = np.stack(
+                [values[start : start + _CHUNK_ROWS] for values in table.predictions.values()], axis=1
+            )
+            for k, output in enumerate(table.outputs):
+                lines[output_column.format(output)] = predictions[:, :, k].ravel()
+            lines.to_csv(file, header=start == 0, index=False, lineterminator="\n")
 
 
 def compute_seal(folder: SiteFolder) -> TableSeal:
@@ -97,54 +97,43 @@ def read_predictions(folder: SiteFolder, task: Task = CLASSES, model: str | None
     row_of_evaluation = _load_evaluation_row(folder)
     if (seal := row_of_evaluation.get("predictions")) and seal != compute_seal(folder):
         raise _table_error(folder, "changed since the run was evaluated")
-    header, rows = _read_rows(folder, model)
+    rows = _read_rows(folder, model)
     truth, output_column = COLUMNS[task.kind]
     prefix = output_column.removesuffix("{}")
-    outputs = tuple(name.removeprefix(prefix) for name in header if name.startswith(prefix))
-    if not outputs or (model and not rows):
+    outputs = tuple(name.removeprefix(prefix) for name in rows if name.startswith(prefix))
+    if not outputs or (model and not len(rows)):
         return None
-    columns = dict(zip(header, np.array(rows, str).reshape(len(rows), len(header)).T, strict=True))
-    model_name = rows[0][_MODEL_COLUMN] if rows else "private"
+    model_name = rows["model"].iloc[0] if len(rows) else "private"
     try:
-        truth_values = _parse_truth(np.stack([columns[name] for name in truth], axis=1), outputs, task)
-        values = np.stack([columns[output_column.format(name)] for name in outputs], axis=1).astype(np.float64)
+        truth_values = _parse_truth(rows[[*truth]].to_numpy(str), outputs, task)
+        values = rows[[output_column.format(name) for name in outputs]].to_numpy(np.float64)
     except (KeyError, ValueError) as error:
         raise _table_error(folder, f"holds an invalid prediction ({error})") from None
-    table = PredictionTable(
-        site=folder.path.name,
-        model=model_name,
-        **{name: columns[name] for name in ("part", "slide", "patient")},
-        truth=truth_values,
-        predictions={model_name: values},
-        outputs=outputs,
-        task=task,
-        extra_columns={name: columns[name] for name in header[len(_KEY_COLUMNS) : header.index(truth[0])]},
-    )
+    columns = [*rows][_KEY_COLUMNS.index("part") : [*rows].index(truth[0])]
+    obs = rows[columns].assign(**tabulate_truth(truth_values))
+    table = PredictionTable(folder.path.name, model_name, obs, {model_name: values}, outputs, task)
     if problem := _find_problem(table, row_of_evaluation.get("n")):
         raise _table_error(folder, problem)
     return table
 
 
-def _read_rows(folder: SiteFolder, model: str | None) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and the complete lines of a model, by default of the prediction model."""
-    rows = []
-    with require_regular_file(_table_path(folder)).open(newline="", encoding="utf-8") as file:
-        try:
-            table = csv.reader(file)
-            header = next(table, [])
-            if header and tuple(header[: len(_KEY_COLUMNS)]) != _KEY_COLUMNS:
-                raise WsiFlError(f"{_table_path(folder)}: another version wrote it; evaluate the run again")
-            for row in table:
-                if len(row) != len(header):
-                    problem = f"line {table.line_num} is cut off: {len(row)} of {len(header)} cells"
-                    raise _table_error(folder, problem)
-                if row[_MODEL_COLUMN] == model if model else row[_CHOSEN_COLUMN] == "True":
-                    rows.append(row)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise _table_error(folder, f"is no table ({error})") from None
-    if not header:
-        raise _table_error(folder, "is empty")
-    return header, rows
+def _read_rows(folder: SiteFolder, model: str | None) -> pd.DataFrame:
+    """Return the complete lines of a model, by default of the prediction model, as texts."""
+    chunks, n = [], 0
+    try:
+        with require_regular_file(_table_path(folder)).open(newline="", encoding="utf-8") as file:
+            for chunk in pd.read_csv(file, dtype=str, keep_default_na=False, chunksize=_CHUNK_ROWS):
+                if tuple(chunk.columns[: len(_KEY_COLUMNS)]) != _KEY_COLUMNS:
+                    raise WsiFlError(f"{_table_path(folder)}: another version wrote it; evaluate the run again")
+                for row in np.flatnonzero(chunk.isna().any(axis=1))[:1]:
+                    raise _table_error(folder, f"example line {n + row + 1} is cut off")
+                n += len(chunk)
+                chunks.append(chunk[chunk["model"] == model if model else chunk["selected"] == "True"])
+    except pd.errors.EmptyDataError:
+        raise _table_error(folder, "is empty") from None
+    except (pd.errors.ParserError, UnicodeDecodeError) as error:
+        raise _table_error(folder, f"is no table ({single_line(error)})") from None
+    return pd.concat(chunks, ignore_index=True)
 
 
 def _parse_truth(cells: NDArray[np.str_], outputs: tuple[str, ...], task: Task) -> Truth:
@@ -152,8 +141,7 @@ def _parse_truth(cells: NDArray[np.str_], outputs: tuple[str, ...], task: Task) 
     if task.kind == "classes":
         if strange := set(cells[:, 0].tolist()) - set(outputs):
             raise ValueError(f"class {min(strange)!r}")
-        number = {name: k for k, name in enumerate(outputs)}
-        return np.array([number[name] for name in cells[:, 0]], np.int64)
+        return np.asarray(pd.Index(outputs).get_indexer(cells[:, 0]), np.int64)
     return cells.astype(np.float64).reshape(-1, *([2] if task.kind == "survival" else []))
 
 
@@ -166,18 +154,15 @@ def _find_problem(table: PredictionTable, n: int | None) -> str:
     values, kind = table.model_predictions, table.task.kind
     if not (np.isfinite(values).all() and (kind == "classes" or np.isfinite(table.truth).all())):
         return "holds numbers that are not finite"
-    if (
-        kind != "number"
-        and len(values)
-        and not (values.min() >= -_ROUNDING_TOLERANCE and values.max() <= 1 + _ROUNDING_TOLERANCE)
-    ):
-        return f"holds probabilities from {values.min():g} to {values.max():g}"
+    low, high = values.min(initial=0.0), values.max(initial=0.0)
+    if kind != "number" and not -_ROUNDING_TOLERANCE <= low <= high <= 1 + _ROUNDING_TOLERANCE:
+        return f"holds probabilities from {low:g} to {high:g}"
     if kind == "classes" and (np.abs(values.sum(1) - 1) > _ROUNDING_TOLERANCE).any():
         return "holds probabilities that do not add up to 1"
     if n is not None and n != len(table):
         return f"has {len(table)} examples where {n} were evaluated"
-    keys = zip(table.part, table.slide, table.patient, *table.extra_columns.values(), *values.T, strict=True)
-    repeats = min(Counter(keys).values(), default=1)
+    columns = table.obs.drop(columns=[*TRUTH_COLUMNS], errors="ignore").join(pd.DataFrame(values))
+    repeats = columns.value_counts(sort=False).min() if len(columns) else 1
     return f"has every example {repeats} times" if repeats > 1 and len(table) > repeats else ""
 
 
@@ -221,15 +206,11 @@ def read_example_scores(folder: SiteFolder, on: str, task: Task = CLASSES) -> Ex
     values = task.example_scores(table.model_predictions, table.truth)
     if values is None:
         return None
-    name_rows = zip(table.part, table.patient, table.slide, table.patient, *table.extra_columns.values(), strict=True)
-    keys, occurrences = [], Counter[Key]()  # folds of another seed have the same examples on other rows
-    for names in name_rows:
-        name = tuple(map(str, names))
-        keys.append((*name, str(occurrences[name])))
-        occurrences[name] += 1
-    classes = task.kind == "classes"
-    labels = [table.outputs[label] if classes else "" for label in table.truth]
-    return dict(zip(keys, zip(values.tolist(), labels, strict=True), strict=True))
+    keys = table.obs[["part", "patient", "slide", *table.extra_columns]]
+    occurrence = keys.groupby([*keys], sort=False).cumcount()  # folds of another seed have the examples on other rows
+    rows = keys.assign(occurrence=occurrence).astype(str).itertuples(index=False, name=None)
+    labels = np.array(table.outputs)[table.truth].tolist() if task.kind == "classes" else [""] * len(table)
+    return dict(zip(rows, zip(values.tolist(), labels, strict=True), strict=True))
 
 
 def _table_path(folder: SiteFolder) -> Path:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.report import formatting
+from wsi_fl.report.formatting import Json
 from wsi_fl.report.run_page import render_run_page
 from wsi_fl.report.run_sections import Page
 from wsi_fl.report.sections import find_benefit_measure
@@ -149,10 +150,10 @@ def _collect_values(context: RunContext) -> dict[str, tuple[NDArray[np.float64],
     }
 
 
-def find_baselines(context: RunContext, reference: FinishedRun) -> Iterable[dict[str, Any]]:
+def find_baselines(context: RunContext, reference: FinishedRun) -> Iterable[Json]:
     """Return other evaluated runs on the same examples and splits: the last of each method and privacy setting,
     preferably of this seed."""
-    latest: dict[tuple[str, bool], dict[str, Any]] = {}
+    latest: dict[tuple[str, bool], dict[str, object]] = {}
     runs: dict[tuple[str, bool], FinishedRun] = {}
     oldest_first = [*find_finished_runs(context.study)][::-1]
     for other in sorted(oldest_first, key=lambda other: other.seed == reference.seed):
@@ -194,9 +195,9 @@ def _test_set_key(run: FinishedRun) -> tuple[object, ...]:
 
 
 def _describe_store(data: SiteData) -> dict[str, object]:
-    store, table, (names, kind) = data.store, data.table, _counting_classes(data)
+    store, obs, (names, kind) = data.store, data.cohort.obs, _counting_classes(data)
     counts = {
-        split: {c: int(((kind == k) & (table.split == split)).sum()) for k, c in enumerate(names)}
+        split: {c: int(((kind == k) & (obs["split"] == split)).sum()) for k, c in enumerate(names)}
         for split in ("train", "val", "test")
     }
     return {
@@ -204,8 +205,8 @@ def _describe_store(data: SiteData) -> dict[str, object]:
         **{c: sum(counts[split][c] for split in counts) for c in names},
         "train": sum(counts["train"].values()),
         "test": sum(counts["test"].values()),
-        "patients": len(np.unique(table.patient)),
-        "slides": len(np.unique(table.slide)),
+        "patients": obs["patient"].nunique(),
+        "slides": obs["slide"].nunique(),
         **_describe_bags(data),
         "size_px": store.meta.spec.size_px,
         "mpp": store.meta.spec.mpp,
@@ -215,7 +216,7 @@ def _describe_store(data: SiteData) -> dict[str, object]:
 
 def _counting_classes(data: SiteData) -> tuple[tuple[str, ...], NDArray[Any]]:
     """Return the counted categories, classes or whether the event was observed, and their index by example."""
-    label = data.table.label
+    label = data.cohort.label
     if data.receives:
         return UNLABELLED, label
     if data.task.kind == "survival":

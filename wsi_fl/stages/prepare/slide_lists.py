@@ -13,7 +13,7 @@ import numpy as np
 from wsi_fl.slides.layouts import Sources, read_site
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, build_site_table, render_speed_lines
 from wsi_fl.stages.runtime.rank_job import RankJob
-from wsi_fl.stages.site.site_data import resolve_patterns
+from wsi_fl.stages.site.slide_files import resolve_patterns
 from wsi_fl.stages.site.target_labels import Subtypes, list_classes
 from wsi_fl.stores.bag_store import BagMeta
 from wsi_fl.study.folder import Study

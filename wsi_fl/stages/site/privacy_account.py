@@ -25,8 +25,8 @@ from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.privacy.privacy_plan import PrivacyPlan, list_differences, plan_of_round
 from wsi_fl.privacy.privacy_plan import propose_plan as best_plan
 from wsi_fl.runs.site_folder import SiteFolder
+from wsi_fl.stages.site.example_kind import counts_patients
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.site.site_data import counts_patients
 from wsi_fl.stages.site.site_ledger import open_ledger, require_release
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile

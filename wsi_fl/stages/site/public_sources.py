@@ -11,7 +11,7 @@ from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.slides.reading.formats.dicom_headers import resolve_slide_path
 from wsi_fl.stages.site.run_context import find_method
-from wsi_fl.stages.site.site_data import list_slides
+from wsi_fl.stages.site.slide_files import list_slides
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.types import UsageError, WsiFlError

@@ -13,7 +13,8 @@ from wsi_fl.federation.methods import METHODS, Method
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import SITE_FILE
 from wsi_fl.stages.runtime.console import print_message
-from wsi_fl.stages.site.site_data import ExampleKind, SiteData, find_example_kind, open_data
+from wsi_fl.stages.site.example_kind import ExampleKind, find_example_kind
+from wsi_fl.stages.site.site_data import SiteData, open_data
 from wsi_fl.stages.site.study_hooks import EarlierRelease, StudyHooks, find_hooks
 from wsi_fl.stages.site.target_labels import build_task
 from wsi_fl.study.folder import Study, load_run_pipeline

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import types
+from wsi_fl.data.cohort import Cohort, tabulate_truth
 from wsi_fl.data.survival import require_extra
 from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, Task
 from wsi_fl.slides.layouts.common import TableRow, filter_site, read_rows, suggest_decimal_point
@@ -21,7 +21,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import TargetSettings
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.file_names import compose_text, describe_mismatch, is_missing, stem_of
-from wsi_fl.types import BagTable, UsageError
+from wsi_fl.types import UsageError
 
 Subtypes = Mapping[str, Sequence[str]]
 _EVENT_VALUES = {"1": 1.0, "1.0": 1.0, "true": 1.0, "yes": 1.0, "dead": 1.0, "deceased": 1.0}
@@ -88,29 +88,11 @@ def describe_target(target: TargetSettings) -> str:
     return f"column '{target.column}' {whose}{within}, per {target.example_level}"
 
 
-@dataclass(frozen=True)
-class _TargetLabels:
-    """Labels of the slides of a store, from a table.
+def label_slides(study: Study, site: SiteFile, target: TargetSettings, slides: Cohort) -> tuple[Cohort, str]:
+    """Return the slides with a label in the site's table, their position in `row`, and a remark on the others.
 
-    Attributes:
-        table: a row per example, a slide or a patient, with its true label.
-        bags: the rows of the store of each example.
-        excluded: excluded slides, without a valid value in the table, by name.
-        source: the table's name.
-        problems: the problem of each invalid value.
-    """
-
-    table: BagTable
-    bags: tuple[NDArray[np.int64], ...]
-    excluded: tuple[str, ...]
-    source: str
-    problems: tuple[str, ...] = ()
-
-
-def look_up_labels(study: Study, site: SiteFile, target: TargetSettings, slides: BagTable) -> _TargetLabels:
-    """Look up the labels of a store's slides in the site's table; all are 0 at a site without labels.
-
-    A real site excludes slides with an invalid value, as a failure would disclose to others that it occurs.
+    At a site without labels all are labelled 0. A real site excludes slides with an invalid value, as a failure would
+    disclose to others that it occurs.
 
     UsageError names the line of the table: an invalid value of a simulated site, or a patient's contradicting slides.
     """
@@ -128,34 +110,45 @@ def look_up_labels(study: Study, site: SiteFile, target: TargetSettings, slides:
             problems.append(str(error))
             return None
 
-    if not site.is_receiver:
+    if site.is_receiver:
+        values: list[Any] = [(0.0, 0.0) if target.intervals else 0] * len(slides)
+    else:
         values_by_name = _read_by_name(path, site, columns, read_value)
-    labelled_rows, excluded, placeholder = [], [], (0.0, 0.0) if target.intervals else 0
-    for row, (slide, patient) in enumerate(zip(slides.slide.tolist(), slides.patient.tolist(), strict=True)):
-        keys = ("slide", compose_text(slide)), ("patient", compose_text(patient))
-        value = placeholder if site.is_receiver else values_by_name.get(keys[0], values_by_name.get(keys[1]))
-        if value is None:
-            excluded.append(slide)
-        else:
-            labelled_rows.append((row, value))
-    if not labelled_rows:
-        kind = "patient" if any(kind == "patient" for kind, _ in values_by_name) else "slide"
-        names_here = {compose_text(name) for name in getattr(slides, kind).tolist()} - {""}
-        why = (
-            describe_mismatch({name for _, name in values_by_name}, names_here)
-            if values_by_name
-            else "none of its lines has a value"
-        )
+        names = zip(slides.slide.tolist(), slides.patient.tolist(), strict=True)
+        keys = ((("slide", compose_text(slide)), ("patient", compose_text(patient))) for slide, patient in names)
+        values = [values_by_name.get(slide, values_by_name.get(patient)) for slide, patient in keys]
+    rows = np.array([row for row, value in enumerate(values) if value is not None], np.int64)
+    if not len(rows):
+        why = _explain_no_match(values_by_name, slides)
         raise UsageError(
             f"{path}: has a label for [target] for none of the {len(slides)} slides of site {site.name}: {why}"
         )
-    rows = np.array([row for row, _ in labelled_rows])
-    truth = np.array([value for _, value in labelled_rows], np.int64 if target.classes else np.float64)
-    labelled = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
-    table, bags = (
-        (labelled, tuple(rows[:, None])) if target.example_level == "slide" else _group_by_patient(labelled, rows, path)
-    )
-    return _TargetLabels(table, bags, tuple(excluded), path.name, tuple(problems))
+    truth = np.array([values[row] for row in rows], np.int64 if target.classes else np.float64)
+    labelled = slides[rows].set_truth(truth, build_task(target)).assign_columns(tumor_type="", row=rows)
+    if target.example_level == "patient":
+        _require_one_truth(labelled, path)
+    return labelled, _describe_excluded(site, slides, rows, path.name, problems)
+
+
+def _explain_no_match(values_by_name: Mapping[tuple[str, str], Any], slides: Cohort) -> str:
+    if not values_by_name:
+        return "none of its lines has a value"
+    kind = "patient" if any(kind == "patient" for kind, _ in values_by_name) else "slide"
+    names_here = {compose_text(name) for name in getattr(slides, kind).tolist()} - {""}
+    return describe_mismatch({name for _, name in values_by_name}, names_here)
+
+
+def _describe_excluded(
+    site: SiteFile, slides: Cohort, rows: NDArray[np.int64], source: str, problems: Sequence[str]
+) -> str:
+    """Describe the slides without a label; empty for none."""
+    excluded = np.delete(slides.slide, rows).tolist()
+    if not excluded:
+        return ""
+    listed = ", ".join(excluded[:3]) + (", …" if len(excluded) > 3 else "")
+    values_note = f"; {len(problems)} values were not agreed on, such as {problems[0]}" if problems else ""
+    where = f"site {site.name}: {len(excluded)} of {len(slides)} slides have no label"
+    return f"{where} in {source} and are left out: {listed}{values_note}"
 
 
 def _normalize_heading(heading: str) -> str:
@@ -174,20 +167,14 @@ def _refuse_names(columns: Sequence[str], site: SiteFile) -> None:
         )
 
 
-def _group_by_patient(
-    slides: BagTable, rows: NDArray[np.int64], path: Path
-) -> tuple[BagTable, tuple[NDArray[np.int64], ...]]:
-    """Return a table with a row per patient, in the order of the store, and the rows of each patient's slides."""
-    if unnamed := [str(name) for name in slides.slide[slides.patient == ""]]:
+def _require_one_truth(slides: Cohort, path: Path) -> None:
+    """Refuse slides without a patient, and patients whose slides have different labels."""
+    if unnamed := slides.slide[slides.patient == ""].tolist():
         raise UsageError(f"{path}: slide {unnamed[0]} has no patient, and [target] is per patient")
-    _, first, patient_index = np.unique(slides.patient, return_index=True, return_inverse=True)
-    unlike = (slides.label != slides.label[first][patient_index]).reshape(len(slides), -1).any(1)
-    for name in slides.patient[unlike][:1]:
+    columns = [*tabulate_truth(slides.label)]
+    first = slides.obs.groupby(slides.patient)[columns].transform("first")
+    for name in slides.patient[(slides.obs[columns] != first).any(axis=1)][:1]:
         raise UsageError(f"{path}: the slides of patient {name} have different labels, and [target] is per patient")
-    order = np.sort(first)
-    bags = tuple(rows[slides.patient == slides.patient[k]] for k in order)
-    table = slides.take(order)
-    return replace(table, slide=table.patient), bags
 
 
 def _table_path(study: Study, site: SiteFile) -> Path:

@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from wsi_fl.data.cohort import Cohort, build_augmentation, concatenate_examples, sample_patches, select_examples
+from wsi_fl.data.batches import build_augmentation
+from wsi_fl.data.cohort import Cohort, concatenate_examples, sample_patches
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, build_canaries, toss_coins
-from wsi_fl.data.validation import COMMON, ENSEMBLE, draw_held_out, require_patient_names
+from wsi_fl.data.validation import draw_held_out, require_patient_names
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.participant import Participant, join
 from wsi_fl.federation.recipe import Recipe
 from wsi_fl.federation.site_state import Site
+from wsi_fl.learning.ensemble import COMMON, ENSEMBLE
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.slides.patching.scan_copies import describe_copies
@@ -162,7 +164,7 @@ def load_training(context: RunContext, name: str) -> TrainingPart:
     for site in context.names:  # patients of different sites are distinct, even with equal names
         data, n = context.open_data(site), sum(map(len, patients))
         part, eligible = _load_examples(data), data.list_eligible()
-        parts.append(replace(part, patient=_prefix_patients(site, part.patient)))
+        parts.append(part.assign_columns(patient=_prefix_patients(site, part.patient)))
         patients.append(_prefix_patients(site, eligible.patient))
         places.append(n + eligible.training)
     units = build_units(context.pipeline, np.concatenate(patients), name)
@@ -204,11 +206,8 @@ def _split_validation(data: SiteData, method: Method) -> TrainingPart:
         is_held_out = draw_held_out(train.patient, fraction, pipeline.train.seed, data.holdout_draw)
         if len(train) and is_held_out.all():
             raise UsageError(f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it")
-        validation = select_examples(train, np.flatnonzero(is_held_out))
-        train, units = (
-            select_examples(train, np.flatnonzero(~is_held_out)),
-            units.select_rows(np.flatnonzero(~is_held_out)),
-        )
+        validation = train[is_held_out]
+        train, units = train[~is_held_out], units.select_rows(np.flatnonzero(~is_held_out))
     has_predictions = (
         pipeline.train.local_baseline
         or (pipeline.train.tune and pipeline.privacy.has_noise)

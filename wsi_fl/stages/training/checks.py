@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from wsi_fl import __version__
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.federation.methods import FILES, Method, list_names
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, find_topology, list_hops, read_graph
 from wsi_fl.plugins import PAYLOAD_MODELS
@@ -77,7 +78,7 @@ def _check_stores(context: RunContext, *, is_reported: bool) -> None:
     for site in context.sites:
         if site.name in context.local_names and (site.allows("patches") or not context.has_store(site.name)):
             with open_data(context.study, site.name, context.pipeline) as data:
-                doubts = filter(None, (data.remark, _find_doubt(context, site, data.table)))
+                doubts = filter(None, (data.remark, _find_doubt(context, site, data.cohort)))
                 for doubt in () if is_reported else doubts:
                     print_message(f"  {doubt}", "yellow")
                 if not is_reported:
@@ -99,13 +100,13 @@ def list_traits(method: Method) -> set[str]:
     return {trait for trait, has in traits.items() if has}
 
 
-def _find_doubt(context: RunContext, site: SiteFile, table: Any) -> str:
+def _find_doubt(context: RunContext, site: SiteFile, cohort: Cohort) -> str:
     """Describe settings that make little sense for a site with few rows; they are refused for a real hospital."""
     train, privacy = context.pipeline.train, context.pipeline.privacy
     if not costs_epsilon(context.pipeline):
         return ""
-    patients = table.patient[table.split == "train"]
-    n = len(set(patients.tolist())) if privacy.unit == "patient" else len(patients)
+    patients = cohort.obs["patient"][cohort.obs["split"] == "train"]
+    n = patients.nunique() if privacy.unit == "patient" else len(patients)
     if privacy.target_epsilon is None and train.batch_size > n > 0 and not context.method.payload.is_single_release:
         return (
             f"site {site.name}: train.batch_size = {train.batch_size} is more than its {n} {privacy.unit}s, "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from wsi_fl.data.validation import COMMON
+from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.models import HUB, StartWeights, create_model
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.stages.site.run_context import RunContext

@@ -11,10 +11,10 @@ from typing import TypedDict
 import numpy as np
 import torch
 
-from wsi_fl.data.cohort import load_batches
-from wsi_fl.data.validation import LOCAL
+from wsi_fl.data.batches import load_batches
 from wsi_fl.federation import preflight
 from wsi_fl.federation.site_state import Site
+from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.learning.local_training import take_supervised_step
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.cipher import CipherStream

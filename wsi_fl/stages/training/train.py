@@ -308,11 +308,11 @@ def _report_series(context: RunContext, series: _RunSeries) -> None:
     for name in context.names if series.folds and context.task.kind == "classes" else ():
         if not (context.find_site(name).allows("patches") and context.has_store(name)):
             continue
-        table, classes, n_folds = (context.open_data(name).table, context.open_data(name).classes, series.folds or 1)
-        for kind, patients in rare_classes(table.patient, table.label, n_folds=n_folds).items():
+        data, n_folds = context.open_data(name), series.folds or 1
+        for kind, patients in rare_classes(data.cohort.patient, data.cohort.label, n_folds=n_folds).items():
             print_message(
-                f"  site {name}: {patients} patients of class {classes[kind]} for {n_folds} folds, so some folds test "
-                "none of them here",
+                f"  site {name}: {patients} patients of class {data.classes[kind]} for {n_folds} folds, so some folds "
+                "test none of them here",
                 "yellow",
             )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from wsi_fl.data.cohort import Cohort, resize_images
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.federation.methods import Disclosure
 from wsi_fl.federation.site_state import Buffer, BufferShape
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.site.site_data import PatchData, is_source_store
+from wsi_fl.stages.site.site_data import SiteData, is_source_store
 from wsi_fl.stages.site.study_hooks import StudyHooks
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Replay
 from wsi_fl.system.machine import free_bytes
@@ -23,9 +24,9 @@ def load_buffer(context: RunContext, index: int) -> Buffer | None:
         WsiFlError: for a site without a generator that passed its check.
     """
     data = context.open_data(context.names[index])
-    if not isinstance(data, PatchData):
-        return None
     image_shape, n_classes = data.shape, len(data.classes)
+    if not isinstance(image_shape, Images):
+        return None
     shape = BufferShape(
         context.pipeline.find_section(Replay).buffer, image_shape.size_px, image_shape.channels, n_classes
     )
@@ -47,7 +48,7 @@ def _require_memory(shape: BufferShape) -> None:
         )
 
 
-def _draw_buffer(context: RunContext, data: PatchData, shape: BufferShape, index: int) -> Buffer:
+def _draw_buffer(context: RunContext, data: SiteData, shape: BufferShape, index: int) -> Buffer:
     """Draw a buffer from the site's generator, classes balanced, at the models' image size."""
     from wsi_fl.synthesis.stages.gan import KIND as GAN  # imports torchvision, matplotlib
     from wsi_fl.synthesis.stages.generator_types import describe_outcome
@@ -56,6 +57,7 @@ def _draw_buffer(context: RunContext, data: PatchData, shape: BufferShape, index
 
     study, site, settings = context.study, data.site, context.pipeline.find_section(Replay)
     folder, document = GAN.require_trained(study, site)
+    assert isinstance(data.store, PatchStore)
     if not is_source_store(data.store, document["store"]):
         raise UsageError(
             f"{study.relative_path(folder.path)}: was trained on another store of site {site}, which may hold "
@@ -72,7 +74,7 @@ def _draw_buffer(context: RunContext, data: PatchData, shape: BufferShape, index
     provenance |= {"seed": seed}
     images = np.concatenate(list(transpose_images(GAN.draw_images(folder, provenance, labels))))
     names = np.full(len(labels), "synthetic")
-    examples = resize_images(Cohort(lambda rows: images[rows], labels, names, names), shape.size_px)
+    examples = Cohort.from_columns(images.__getitem__, labels, names, names).resize_images(shape.size_px)
     return Buffer(shape, shape.pack_samples(examples.read(np.arange(len(labels))), labels), provenance)
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import from_numpy
 from typing_extensions import TypedDict
 
-from wsi_fl.data.cohort import Cohort, concatenate_examples, select_examples
+from wsi_fl.data.cohort import Cohort, concatenate_examples
 from wsi_fl.data.privacy_units import row_units
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Digest, RoundNumber
@@ -31,7 +31,7 @@ from wsi_fl.privacy.ledger_file import Release, digest_values
 from wsi_fl.stages.runtime.console import Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.site.site_data import PatchData, load_patches
+from wsi_fl.stages.site.site_data import load_patches
 from wsi_fl.stages.site.study_hooks import StudyHooks
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
@@ -153,7 +153,7 @@ def _exchange_denoisers(
             image_keys[names[origin]], _ = ensure_images(
                 study,
                 context.pipeline,
-                _site_patches(context, site.name).store,
+                _site_patches(context, site.name),
                 denoiser,
                 site=names[origin],
                 watcher=watcher,
@@ -164,11 +164,11 @@ def _exchange_denoisers(
         )
 
 
-def _site_patches(context: RunContext, site: str) -> PatchData:
+def _site_patches(context: RunContext, site: str) -> PatchStore:
     """Return the patches of a site; the plan refuses other data."""
-    data = context.open_data(site)
-    assert isinstance(data, PatchData)
-    return data
+    store = context.open_data(site).store
+    assert isinstance(store, PatchStore)
+    return store
 
 
 def _set_training_examples(context: RunContext, site: Site) -> None:
@@ -176,8 +176,9 @@ def _set_training_examples(context: RunContext, site: Site) -> None:
     package = site.folder.read_document("package")
     assert package is not None
     parts = [] if context.method.learns_from == "generated" else [site.train]
-    size, per_class = _site_patches(context, site.name).shape.size_px, context.pipeline.find_section(Mpcpa).per_class
-    parts += [_load_generated(context.study, key, size, per_class) for key in package["images"].values()]
+    shape, per_class = context.open_data(site.name).shape, context.pipeline.find_section(Mpcpa).per_class
+    assert isinstance(shape, Images)
+    parts += [_load_generated(context.study, key, shape.size_px, per_class) for key in package["images"].values()]
     site.train = concatenate_examples(parts)
     site.units = row_units(len(site.train))
 
@@ -187,7 +188,7 @@ def _load_generated(study: Study, key: str, size_px: int, per_class: int | None)
     store = PatchStore(study.synthetic_path(key))
     examples = load_patches(store, "train", size_px)
     n = len(examples) if per_class is None else min(len(examples), per_class * len(store.meta.classes))
-    return select_examples(examples, np.arange(n))
+    return examples[np.arange(n)]
 
 
 def send_models(context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
