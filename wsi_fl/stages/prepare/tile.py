@@ -25,7 +25,7 @@ from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_s
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import slide_lists
 from wsi_fl.stages.prepare.slide_lists import Outcome, Scope, SlideList, SlideQuality
-from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_slides
+from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_slides, select_patches
 from wsi_fl.stages.prepare.write_shards import ShardWriter
 from wsi_fl.stages.runtime.console import Lines, TextLine, Watcher, print_message
 from wsi_fl.stages.runtime.rank_job import RankJob
