@@ -95,9 +95,7 @@ def import_features(
     layout = _find_layout(form)
     scope: slide_lists.Scope = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
     pipeline, (site_file,) = slide_lists.select_sites(study, **scope)
-    if not source.is_dir():
-        raise UsageError(f"--from {source}: no such folder")
-    files = layout.find(source)
+    files = _find_files(layout, source)
     diagnoses = slide_lists.store_classes(site_file, pipeline.subtypes) if pipeline.subtypes else ()
     table_rows = match_table(labels, files, site_file, diagnoses=diagnoses)
     progress.print_message(f"  {site}: {table_rows.account}")
@@ -136,6 +134,12 @@ def _find_layout(form: str) -> FeatureLayout:
     if form not in LAYOUTS:
         raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
     return LAYOUTS[form]
+
+
+def _find_files(layout: FeatureLayout, source: Path) -> dict[str, Path]:
+    if not source.is_dir():
+        raise UsageError(f"--from {source}: no such folder")
+    return layout.find(source)
 
 
 def _list_scales(slides: Sequence[_ImportedSlide]) -> NDArray[np.float64] | None:
