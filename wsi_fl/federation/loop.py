@@ -188,7 +188,7 @@ def _train_round(
     """
     learn = partial(_train_batches, site, schedule=schedule, round_=round_, report=report)
     losses: dict[str, float | None] = {}
-    training_set = None if site.receives else site.training_sources().build_training_set(method.learns_from)
+    training_set = None if site.receives else site.training_set(method.learns_from)
     if training_set is not None and not all(k.frozen for role, k in site.learners.items() if role != LOCAL):
         losses |= learn(
             training_set, site.plan, lambda batch, noise: method.step(site.learners, batch, schedule.weights, noise)
