@@ -244,7 +244,8 @@ def tabulate_truth(truth: NDArray[Any]) -> dict[str, NDArray[Any]]:
 def read_names(column: pd.Series) -> NDArray[np.str_]:
     """Return the names str[n] in a column."""
     codes, names = pd.factorize(column)
-    return np.array(names.tolist(), np.str_)[codes]
+    values: NDArray[np.str_] = np.array(names.tolist(), np.str_)[codes]
+    return values
 
 
 def _encode_names(names: NDArray[np.str_]) -> pd.Categorical:
