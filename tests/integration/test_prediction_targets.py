@@ -285,6 +285,24 @@ def test_a_bag_holds_all_slides_of_a_patient_or_a_single_slide(study):
         assert len(survival.cohort) == N and survival.cohort.label.shape == (N, 2)
 
 
+@pytest.mark.parametrize(
+    ("settings", "digest"),
+    [
+        ([], "b0832c92008d"),
+        (['train.example="patch"'], "971ac1e64982"),
+        (['train.example="patient"'], "da6b8948d3de"),
+        (NUMBER, "0a9546b1b365"),
+        ([*NUMBER, 'target.per="patient"'], "29b8b9261968"),
+    ],
+)
+def test_a_store_has_the_digest_that_runs_of_earlier_versions_recorded(study, settings, digest):
+    """Names have a fixed width in it, also where the longest ones, of patients without a label, are left out."""
+    path = study.root / "S0.csv"
+    path.write_text(path.read_text().replace("P10,", "X10,").replace("P23,", "X23,"))
+    with open_target_data(study, *settings) as data:
+        assert data.digest()[:12] == digest
+
+
 def test_survival_is_trained_evaluated_and_plotted(survival_run):
     study, run, document = survival_run
     assert (document["task"], document["scores"]) == ("survival", ["concordance", "integrated_brier"])

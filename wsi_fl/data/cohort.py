@@ -29,8 +29,8 @@ _MAX_BAG_VALUES = 1 << 24
 _CHECK_ROWS = 256
 _READ_IMAGES, _READ_FEATURES = 64, 4096
 """Rows read at a time."""
-_TEXTS = ("slide", "patient", "split", "tumor_type")
-"""Columns of names, which a group has only where all its rows have the same."""
+_NAMES = ("slide", "patient", "tumor_type")
+"""Columns that a group has only where all its rows have the same name."""
 _SURVIVAL_TRUTH = ["time", "event"]
 TRUTH_COLUMNS = ("label", *_SURVIVAL_TRUTH)
 """Columns of the truth: a class or number, or those of survival."""
@@ -165,8 +165,8 @@ class Cohort:
     def group(self, by: str, *, means: bool = False) -> Cohort:
         """Return an example for each slide or patient, in order of first appearance: its bag, or the mean of its rows.
 
-        A group has the highest label of its rows, so that any tumour counts, and "" for names that its rows do not
-        share. Means are sums of double precision over the slides.
+        A group has the highest label of its rows, so that any tumour counts, their first split, and "" for names that
+        they do not share. Means are sums of double precision over the slides.
 
         Args:
             by: "slide" or "patient".
@@ -176,8 +176,8 @@ class Cohort:
         rows_by_group = np.split(np.argsort(codes, kind="stable"), ends)[: len(ends)]
         groups, first = self.obs.groupby(codes), np.array([rows[0] for rows in rows_by_group], np.int64)
         obs = self.obs[[*tabulate_truth(self.label)]].groupby(codes).max()
-        for name in (name for name in _TEXTS if name in self.obs):
-            shared = groups[name].nunique().to_numpy() == 1
+        for name in (name for name in (*_NAMES, "split") if name in self.obs):
+            shared = name == "split" or groups[name].nunique().to_numpy() == 1
             obs[name] = _encode_names(np.where(shared, read_names(self.obs[name].iloc[first]), ""))
         obs["slide"] = obs[by]  # of a patient: several
         slides, width = pd.factorize(self.obs["slide"])[0], self.read(np.zeros(0, np.int64)).shape[-1] - self.is_bags
@@ -244,7 +244,7 @@ def tabulate_truth(truth: NDArray[Any]) -> dict[str, NDArray[Any]]:
 def read_names(column: pd.Series) -> NDArray[np.str_]:
     """Return the names str[n] in a column."""
     codes, names = pd.factorize(column)
-    values: NDArray[np.str_] = np.asarray(names, np.str_)[codes]
+    values: NDArray[np.str_] = np.array(names.tolist(), np.str_)[codes]
     return values
 
 

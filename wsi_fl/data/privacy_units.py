@@ -133,39 +133,6 @@ LearnsFrom = Literal["own", "everybody", "own+received", "synthetic+received", "
 
 
 @dataclass(frozen=True)
-class TrainingSources:
-    """Real and synthetic training data of a site.
-
-    Attributes:
-        real: its training rows and planted canaries.
-        units: their privacy units.
-        synthetic: the site's shared synthetic samples; None without any.
-        received: buffers of other sites' synthetic samples.
-    """
-
-    real: Cohort
-    units: PrivacyUnits
-    synthetic: Cohort | None = None
-    received: Sequence[Cohort] = ()
-
-    def build_training_set(self, learns_from: LearnsFrom) -> TrainingSet | None:
-        """Return the training set of a round; None for a round without batches."""
-        if learns_from in ("own", "everybody", "generated"):
-            return TrainingSet(self.real, self.units)
-        received = concatenate_examples(list(self.received)) if self.received else None
-        if learns_from == "own+received":  # Pennisi et al., eq. 4
-            return TrainingSet(self.real, self.units, received)
-        if learns_from == "synthetic+received":  # their Fig. 5b
-            assert self.synthetic is not None
-            return TrainingSet(self.synthetic, row_units(len(self.synthetic)), received)
-        if learns_from == "nothing" or received is None:  # synthetic samples have not arrived yet
-            return None
-        assert self.synthetic is not None
-        all_synthetic = concatenate_examples([self.synthetic, *self.received])
-        return TrainingSet(all_synthetic, row_units(len(all_synthetic)))
-
-
-@dataclass(frozen=True)
 class TrainingSet:
     """The training set of one round.
 
@@ -209,6 +176,30 @@ class TrainingSet:
             np.concatenate([local_part, n + replayed_part])
             for local_part, replayed_part in zip(epoch_rows, replayed_rows, strict=True)
         ]
+
+
+def build_training_set(
+    learns_from: LearnsFrom, real: TrainingSet, synthetic: Cohort | None, received: Sequence[Cohort]
+) -> TrainingSet | None:
+    """Return the training set of a round; None for a round without batches.
+
+    Args:
+        real: the site's training rows and planted canaries.
+        synthetic: the site's shared synthetic samples; None without any.
+        received: buffers of other sites' synthetic samples.
+    """
+    if learns_from in ("own", "everybody", "generated"):
+        return real
+    if learns_from == "nothing" or (learns_from == "all synthetic" and not received):  # these have not arrived yet
+        return None
+    replayed = concatenate_examples([*received]) if received else None
+    if learns_from == "own+received":  # Pennisi et al., eq. 4
+        return replace(real, replayed=replayed)
+    assert synthetic is not None
+    if learns_from == "synthetic+received":  # their Fig. 5b
+        return TrainingSet(synthetic, row_units(len(synthetic)), replayed)
+    all_synthetic = concatenate_examples([synthetic, *received])
+    return TrainingSet(all_synthetic, row_units(len(all_synthetic)))
 
 
 def _draw_replayed(sizes: Sequence[int], n: int, sampler: CipherStream) -> list[NDArray[np.int64]]:

@@ -186,7 +186,7 @@ def _train_round(site: Site, recipe: Recipe, round_: int, report: _Report) -> di
     """
     learn = partial(_train_batches, site, recipe=recipe, round_=round_, report=report)
     losses: dict[str, float | None] = {}
-    training_set = None if site.receives else site.training_sources().build_training_set(recipe.method.learns_from)
+    training_set = None if site.receives else site.training_set(recipe.method.learns_from)
     if training_set is not None and not all(k.frozen for role, k in site.learners.items() if role != LOCAL):
         losses |= learn(
             training_set,

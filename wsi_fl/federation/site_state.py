@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.data.cohort import Cohort, concatenate_examples
 from wsi_fl.data.metrics import Probabilities
-from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, TrainingSources
+from wsi_fl.data.privacy_units import Canaries, LearnsFrom, PrivacyUnits, TrainingSet, build_training_set
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.push_sum import PushSum
 from wsi_fl.learning.local_training import Learner, Learners
@@ -149,13 +149,14 @@ class Site:
             self.train if self.canaries is None else concatenate_examples([self.train, self.canaries.select_planted()])
         )
 
-    def training_sources(self) -> TrainingSources:
-        """Return the sources of training examples."""
-        if self.buffer is None:
-            return TrainingSources(self.training_examples(), self.units)
-        unpack = self.buffer.shape.unpack_samples
-        received = [unpack(values) for _, values in sorted(self.received_buffers.items())]
-        return TrainingSources(self.training_examples(), self.units, unpack(self.buffer.values), received)
+    def training_set(self, learns_from: LearnsFrom) -> TrainingSet | None:
+        """Return the training set of a round; None for a round without batches."""
+        real, synthetic, received = TrainingSet(self.training_examples(), self.units), None, []
+        if self.buffer is not None:
+            unpack = self.buffer.shape.unpack_samples
+            synthetic = unpack(self.buffer.values)
+            received = [unpack(values) for _, values in sorted(self.received_buffers.items())]
+        return build_training_set(learns_from, real, synthetic, received)
 
     def mixing_learner(self, method: Method) -> Learner:
         """Return the learner with the exchanged parameters."""

@@ -24,7 +24,7 @@ from wsi_fl.learning.ensemble import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_pre
 from wsi_fl.learning.local_training import predict_examples, predict_with_models, replace_nonfinite
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.cross_site import load_cross_site_scores
-from wsi_fl.stages.evaluation.external_set import ExternalScores, Scores, evaluate_external, score_rules
+from wsi_fl.stages.evaluation.external_set import AggregatedScores, ExternalScores, evaluate_external, score_rules
 from wsi_fl.stages.evaluation.load_models import (
     TrainedModels,
     available_models,
@@ -43,13 +43,6 @@ _Spreads = dict[str, dict[str, float | None]]
 """Mean and sd by score."""
 
 
-class _AggregatedScores(TypedDict):
-    """Scores of the aggregated predictions of all sites by rule, and the rule of the run."""
-
-    rule: str
-    rules: dict[str, Scores]
-
-
 class Evaluation(TypedDict):
     """The document of `evaluate`; the entry of a site holds its scores by name."""
 
@@ -64,7 +57,7 @@ class Evaluation(TypedDict):
     internal: _Spreads
     external: _Spreads | None
     models: dict[str, dict[str, _Spreads | None]]
-    aggregated: _AggregatedScores | None
+    aggregated: AggregatedScores | None
     external_set: ExternalScores | None
     parts: dict[str, _Spreads] | None
     sites: list[dict[str, Any]]
@@ -101,8 +94,12 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     released = _score_released_heads(context, parts) if context.method.payload.is_single_release else None
     receivers = _evaluate_receivers(context, released or []) if context.receivers else None
     finishers = [site for site in sites if site.name not in context.sites_lost]
-    if not (receivers and receivers["sites"]):
-        _require_examples(context, parts, finishers)
+    predicts = bool(receivers and receivers["sites"])
+    if not predicts and not any(map(len, parts.values())):
+        command = context.kind.tiling_command
+        raise WsiFlError(f"no site has test {context.example_plural}; {command} with slides.test_fraction above 0")
+    if not predicts and not finishers:
+        raise WsiFlError(f"{context.run.name}: every site whose store is here dropped out and has no model")
     rows, tables = [], []
     for index, site in enumerate(finishers):
         watcher.update("evaluate", index, len(finishers), site.name)
@@ -135,15 +132,6 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
         "cross_site": load_cross_site_scores(context),
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
-
-
-def _require_examples(context: RunContext, parts: Mapping[str, Cohort], finishers: Sequence[SiteFile]) -> None:
-    """Refuse a run without test examples, or without a site that has a model."""
-    if not any(map(len, parts.values())):
-        command = context.kind.tiling_command
-        raise WsiFlError(f"no site has test {context.example_plural}; {command} with slides.test_fraction above 0")
-    if not finishers:
-        raise WsiFlError(f"{context.run.name}: every site whose store is here dropped out and has no model")
 
 
 def _summarize_sites(parts: Sequence[Mapping[str, Any]], task: Task) -> _Spreads:
@@ -245,10 +233,10 @@ def _noise_effect(
     if "shared" not in roles_of_choice(models.ensemble, models.stack, models.models) or not len(table):
         return None
     rng, payload, model = np.random.default_rng(0), context.method.payload, models.models["shared"]
-    redrawn = [copy for _ in range(NOISE_REDRAWS) if (copy := payload.redraw_noise(model, rng)) is not None]
-    if not redrawn:
+    copies = [payload.redraw_noise(model, rng) for _ in range(NOISE_REDRAWS)]
+    networks = [copy.eval() for copy in copies if copy is not None]
+    if not networks:
         return None
-    networks = [network.eval() for network in redrawn]
     predictions = np.concatenate(
         [predict_with_models(networks, part, models.device) for part in parts.values() if len(part)], axis=1
     )

@@ -18,6 +18,13 @@ from wsi_fl.types import SPLITS, UsageError
 Scores = dict[str, float | None]
 
 
+class AggregatedScores(TypedDict):
+    """Scores of the aggregated predictions of all sites by rule, and the rule of the run."""
+
+    rule: str
+    rules: dict[str, Scores]
+
+
 class ExternalScores(TypedDict):
     """Scores on sites without part in the run."""
 

@@ -258,14 +258,17 @@ class SiteData:
 
     def _hash_bags(self, store: BagStore) -> str:
         """Return the SHA-256 over the features, and the names, labels and splits of all examples."""
-        cohort, obs, slides = self.full_cohort, self.full_cohort.obs, store.table
+        cohort, obs, level = self.full_cohort, self.full_cohort.obs, self.kind.example
+        per_patient = level == "patient" or self.pipeline.target.example_level == "patient"
+        # names of fixed width, as wide as in the store, whose empty ones have two characters
+        table = store.table if self.labelled is not None or level == "slide" else store.patch_table
+        widths = (table.patient if per_patient else table.slide, table.patient, table.split)
         names = [read_names(obs[name]) for name in ("slide", "patient", "split")]
-        per_patient = self.pipeline.target.example_level == "patient"
-        if self.labelled is not None and not self.receives:  # fixed-width names, as wide as those of all slides
-            widths = (slides.patient if per_patient else slides.slide, slides.patient, slides.split)
+        if not self.receives:
             names = [name.astype(column.dtype) for name, column in zip(names, widths, strict=True)]
-        is_patch = self.kind.example == "patch"
-        content = obs[["x_l0", "y_l0"]].to_numpy() if is_patch else read_names(obs["tumor_type"])
+        content = obs[["x_l0", "y_l0"]].to_numpy() if level == "patch" else read_names(obs["tumor_type"])
+        if level == "slide" and self.labelled is None:
+            content = content.astype(store.table.tumor_type.dtype)
         digest = _hash_columns(content, cohort.label, *names)
         if self.labelled is not None:
             groups = pd.factorize(self.labelled.obs["patient" if per_patient else "slide"])[0]
