@@ -30,7 +30,7 @@ from wsi_fl.oneshot.sync_statistics import StatisticsFile, StatisticsOffer
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
-from wsi_fl.stages.runtime.console import PrivateEvents, PrivateProgress
+from wsi_fl.stages.runtime.console import JsonEvents, SilentProgress
 from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.training import launch, ranks
 from wsi_fl.stages.training.resume import RunRequest, RunState, RunStates, _FolderClaim, _RunProposal, select_run
@@ -259,7 +259,9 @@ def test_the_failure_message_of_a_real_hospital_hides_the_kind_of_failure(tmp_pa
         told = []
         comm = SimpleNamespace(abort=told.append)
         with pytest.raises(WsiFlError) as caught:
-            ranks._run_guarded(comm, study, "S0", lambda: None, work, lambda *given, told=told: told.append(given))
+            ranks._run_guarded(
+                comm, study, study.load_site("S0"), lambda: None, work, lambda *given, told=told: told.append(given)
+            )
         seen.add((type(caught.value), told[-1]))
         assert real is ("slide_1" not in str(caught.value))
         assert not real or told == [("site S0 failed; its own log says why (runs/S0.log)", False), 1]
@@ -269,11 +271,11 @@ def test_the_failure_message_of_a_real_hospital_hides_the_kind_of_failure(tmp_pa
 
 def test_events_of_a_real_hospital_hold_only_rounds(capsys):
     notes = []
-    events = PrivateEvents(notes.append)
+    events = JsonEvents(write_log=notes.append)
     events.update("S0", 1.37, 3, "accuracy 0.9 ε 1.2")
     events.print_message("S0: slide X is strange")
     events.print_message("S1 leaves after 2 rounds", public=True)
-    PrivateProgress(notes.append).print_message("slide Y")
+    SilentProgress(notes.append).print_message("slide Y")
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert told == [{"part": "S0", "done": 1, "total": 3, "note": ""}, {"say": "S1 leaves after 2 rounds"}]
     assert notes == ["S0: slide X is strange", "slide Y"]
@@ -307,8 +309,8 @@ def test_a_diverged_private_model_is_frozen_and_its_proxy_continues(study, monke
     calm = study.root / train(study, method="proxyfl", overrides=options, backend="local")["run"]
     real = loop._train_round
 
-    def diverges(site, method, schedule, round_, report):
-        losses = real(site, method, schedule, round_, report)
+    def diverges(site, recipe, round_, report):
+        losses = real(site, recipe, round_, report)
         if (site.name, round_) == ("S1", 2):
             learner = site.learners["private"]
             learner.load_vector(np.full_like(learner.parameter_vector(), weight))

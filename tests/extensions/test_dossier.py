@@ -32,7 +32,7 @@ from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.privacy_plan import plan_of_round
 from wsi_fl.report.cross_site_section import render_coordinator
-from wsi_fl.stages.site.privacy_account import open_ledger
+from wsi_fl.stages.site.site_ledger import open_ledger
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import append_line, write_json, write_sealed
 from wsi_fl.types import WsiFlError

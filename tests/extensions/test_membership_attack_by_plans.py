@@ -28,7 +28,8 @@ from wsi_fl.models import weights
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import SiteData
-from wsi_fl.stages.training.build_sites import build_preflight, build_site
+from wsi_fl.stages.training.build_sites import build_site
+from wsi_fl.stages.training.site_preflight import build_preflight
 from wsi_fl.stages.training.summary import build_row
 from wsi_fl.types import UsageError, WsiFlError
 

@@ -16,8 +16,9 @@ from wsi_fl.models.encoder import Encoder
 from wsi_fl.oneshot.released_statistics import StatisticsHeader, refuse_mismatch
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training.build_sites import build_preflight, build_site, require_signed_model
+from wsi_fl.stages.training.build_sites import build_site
 from wsi_fl.stages.training.resume import RunRequest, describe_run
+from wsi_fl.stages.training.site_preflight import build_preflight, require_signed_model
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import validate_model

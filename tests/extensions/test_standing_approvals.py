@@ -37,7 +37,7 @@ from wsi_fl.hospitals.work.start import _admit_shared_plan
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.guarantee import PrivacyTerms, collect_mechanisms
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.site.privacy_account import open_ledger
+from wsi_fl.stages.site.site_ledger import open_ledger
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 

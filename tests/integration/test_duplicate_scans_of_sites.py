@@ -142,6 +142,7 @@ def test_duplicate_features_are_reported_by_import_check_and_train(tmp_path, n, 
     asked = ("train", "--dry-run", "--method", "oneshot", "--set", "privacy.enabled=false")
     ended = wsi_fl(*asked, "--set", "model.private=mean_head", "--set", "model.proxy=mean_head", cwd=study.root)
     assert "s2 (patient p2)" in ended.stderr and "are one scan" in ended.stderr
+    assert not study.runs_path.exists()
 
 
 def test_features_that_a_table_puts_into_two_splits_are_only_trained_on(tmp_path):

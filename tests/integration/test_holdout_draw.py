@@ -15,8 +15,9 @@ from wsi_fl.oneshot.released_statistics import read_statistics
 from wsi_fl.stages.site.holdout_secret import load_holdout_draw, secret_path
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import open_data
-from wsi_fl.stages.training.build_sites import build_preflight, build_site, load_training
+from wsi_fl.stages.training.build_sites import build_site, load_training
 from wsi_fl.stages.training.run_cost import dry_run
+from wsi_fl.stages.training.site_preflight import build_preflight
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.types import WsiFlError
 

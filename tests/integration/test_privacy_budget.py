@@ -15,14 +15,14 @@ from conftest import interrupted_after, planned, refused
 from conftest import larger_study as make_study
 from training_runs import dying, trained
 
-from wsi_fl.federation import loop
+from wsi_fl.federation import loop, participant
+from wsi_fl.learning.local_training import DPSettings
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
 from wsi_fl.privacy.privacy_plan import PrivacyPlan, plan_of_round, require_plan
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site import privacy_account as site_account
 from wsi_fl.stages.site.privacy_account import count_affordable
-from wsi_fl.stages.training import build_sites
 from wsi_fl.stages.training.train import resume_run
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
@@ -171,14 +171,11 @@ def test_a_round_that_differs_from_its_plan_in_one_field_is_refused(field):
 
 @pytest.mark.parametrize("what", ["sigma", "clip", "batch_size"])
 def test_a_modified_trainer_takes_no_step(hospital, monkeypatch, what):
-    learners = build_sites._learner_factory
+    def changed(*values):
+        settings = DPSettings(*values)
+        return replace(settings, **{what: 7 if what == "batch_size" else 9.0})
 
-    def changed(*args):
-        *rest, plan, train = args
-        other = {"batch_size": 7, "steps": 6, "sample_rate": 1 / 6} if what == "batch_size" else {what: 9.0}
-        return learners(*rest, replace(plan, **other), train)
-
-    monkeypatch.setattr(build_sites, "_learner_factory", changed)
+    monkeypatch.setattr(participant, "DPSettings", changed)
     refused(lambda: run(hospital), "differs from its privacy plan", what, error=WsiFlError)
     assert not hospital.ledger_path("S0").exists()
 

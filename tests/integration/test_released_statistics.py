@@ -583,13 +583,13 @@ def test_sent_models_start_from_the_released_files_alone(study, monkeypatch, met
     all_released(study)
     for k in range(3):
         study.local_release_path(f"S{k}").unlink()  # exact sums are not needed
-    real, starts = build_sites._load_released, []
+    real, starts = build_sites.load_released, []
 
     def brought(party, site):
         real(party, site)
         starts.append({key: value.clone() for key, value in site.learners[role].model.state_dict().items()})
 
-    monkeypatch.setattr(build_sites, "_load_released", brought)
+    monkeypatch.setattr(build_sites, "load_released", brought)
     summary = train_warm_start(study, method=method)
     assert len(starts) == 3 and same(starts[0], starts[1]) and same(starts[0], starts[2])
     linear = create_model("linear_head", n_classes=2, shape=Vectors(D), seed=0)

@@ -26,7 +26,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training.build_sites import _list_settings
+from wsi_fl.stages.training.site_preflight import _list_settings
 from wsi_fl.types import Bags, WsiFlError
 
 D, ENDS = 24, (6.0, 12.0, 24.0)

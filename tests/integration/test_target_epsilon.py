@@ -7,12 +7,12 @@ from conftest import REAL, interrupted_after, make_study, nightly, refused, writ
 from file_changes import edit, site_file
 
 from wsi_fl.evidence.compare_runs import FinishedRun
+from wsi_fl.federation import participant
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site import privacy_account
 from wsi_fl.stages.site.privacy_account import build_terms, plan_round
-from wsi_fl.stages.training import build_sites
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 
@@ -69,14 +69,14 @@ def test_every_site_ends_at_the_target_and_never_above(uneven_sites, method):
 
 
 def test_sites_learn_with_the_noise_that_is_accounted_for(uneven_sites, monkeypatch):
-    made, learner = [], build_sites.Learner
+    made, learner = [], participant.build_learner
 
-    def noted(model, *, dp, **kwargs):
+    def noted(*args, dp, **kwargs):
         if dp is not None:
             made.append((dp.sigma, dp.batch_size))
-        return learner(model, dp=dp, **kwargs)
+        return learner(*args, dp=dp, **kwargs)
 
-    monkeypatch.setattr(build_sites, "Learner", noted)
+    monkeypatch.setattr(participant, "build_learner", noted)
     rows = dry_run(uneven_sites, method="proxyfl", overrides=[TARGET, ROUNDS])["sites"]
     assert made == [(row["sigma"], row["batch_size"]) for row in rows]
 

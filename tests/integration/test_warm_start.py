@@ -18,8 +18,9 @@ from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.export_model import export_model
 from wsi_fl.stages.runtime.console import print_lines
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training.build_sites import build_preflight, build_site
+from wsi_fl.stages.training.build_sites import build_site
 from wsi_fl.stages.training.run_cost import dry_run, plan_lines
+from wsi_fl.stages.training.site_preflight import build_preflight
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.types import Images, UsageError, WsiFlError

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from wsi_fl.stages.runtime.console import Watcher
     from wsi_fl.stages.training.summary import Summary
     from wsi_fl.stages.training.train import SeriesSummary
+    from wsi_fl.study.folder import Study
 
 
 class MethodHelpCommand(TyperCommand):
@@ -62,6 +63,16 @@ def train(
         bool, Option("--baselines", help="Also the baselines of the method's paper, in a table (mpcpa).")
     ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")] = False,
+    plan: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="With --dry-run: a plan, signed or not, run with copies of your own data alone."),
+    ] = None,
+    site: Annotated[
+        str | None, Option(metavar="SITE", help="With --plan: your site; by default the only one with a store here.")
+    ] = None,
+    keep: Annotated[
+        Path | None, Option(metavar="DIR", help="With --plan: a new folder to keep the run in, private models too.")
+    ] = None,
     gpus: SiteGpus = None,
     as_json: Json = False,
 ) -> None:
@@ -78,8 +89,15 @@ def train(
         raise UsageError(
             f"--baselines belongs to --method {list_names(lambda row: row.load_baselines is not None)}, alone"
         )
+    if (site or keep) and plan is None:
+        raise UsageError("--site and --keep belong to --plan")
+    if plan is not None and (not dry_run or pipeline or resume is not None or is_series):
+        raise UsageError("--plan belongs to --dry-run, and has method and settings; add --set train.rounds=1 at most")
     study = find_study()
     take_gpus(gpus, ranks=False)
+    if plan is not None:
+        _try_plan(study, plan, site, overrides or [], keep, as_json)
+        return
     fold_override = [] if folds is None else [f"train.folds={folds}"]
     options: dict[str, Any] = {
         "method": method,
@@ -113,6 +131,16 @@ def train(
         return stage.train(study, **options, **run_options)
 
     run_work("train", run_training, as_json, stage.train_lines)
+
+
+def _try_plan(
+    study: Study, plan: Path, site: str | None, overrides: list[str], keep: Path | None, as_json: bool
+) -> None:
+    """Run a plan with copies of the hospital's own data, and print what it takes and costs."""
+    from wsi_fl.stages.training.plan_dry_run import dry_run_plan, plan_dry_run_lines, read_plan
+
+    work = partial(dry_run_plan, study, read_plan(study, plan, site), overrides=overrides, keep=keep)
+    run_work("dry run", work, as_json, plan_dry_run_lines)
 
 
 def start_rank(run: Path) -> None:

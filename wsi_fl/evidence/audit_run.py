@@ -32,8 +32,9 @@ from wsi_fl.stages.evaluation.load_models import is_trained_with_dp
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.run_context import RunContext, restore_study
-from wsi_fl.stages.training.build_sites import build_model, load_canaries, load_training
+from wsi_fl.stages.training.build_sites import load_canaries, load_training
 from wsi_fl.stages.training.checks import list_traits
+from wsi_fl.stages.training.initial_models import build_model
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import find_clash
 from wsi_fl.system.files import write_csv

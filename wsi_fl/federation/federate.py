@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from sys import maxsize
 from tempfile import TemporaryDirectory
@@ -20,11 +21,12 @@ from wsi_fl.data.validation import COMMON
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.loop import run
 from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, Method, Weights
-from wsi_fl.federation.site_state import Schedule, Site
-from wsi_fl.learning.local_training import DPSettings, Learner
+from wsi_fl.federation.participant import Participant, join
+from wsi_fl.federation.recipe import Recipe
 from wsi_fl.privacy.engine_selection import select_engine
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.privacy.privacy_plan import Mode, PrivacyPlan, Unit, plan_of_round
 from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.types import UsageError, single_line
@@ -95,92 +97,124 @@ def federate(
     row = METHODS[method] if isinstance(method, str) else method
     if row.bare_disclosures or row.learns_from not in ("own", "everybody"):
         raise UsageError(f"{row.name} needs more than the sites' own examples; train it in a study")
-    n_classes = _require_examples(
-        sites, tests or {}, row, {"private": private, **dict.fromkeys(("proxy", "shared"), proxy or private)}, seed
-    )
-    merged = {"merged": concatenate_examples(list(tests.values()))} if tests and len(tests) > 1 else {}
+    makers = {"private": private, **dict.fromkeys(("proxy", "shared"), proxy or private)}
+    tests = tests or {}
+    n_classes = _require_examples(sites, tests, row, makers, seed)
     single = row.payload.is_single_release
     if single:
-        first_site = next(iter(sites.values()))
-        proxy = lambda: row.payload.build_model(first_site, n_classes, unit, projection)  # noqa: E731
+        travelling_model = partial(row.payload.build_model, next(iter(sites.values())), n_classes, unit, projection)
+        makers |= dict.fromkeys(COMMON, travelling_model)
         rounds, batch_size = 1, maxsize
-    mode: Mode = "paper" if row.has_bare_teacher and beta else "strict"
-    terms = PrivacyTerms(
-        delta, allow=() if sigma else ("model",), guarantee="nominal" if mode == "paper" else "guaranteed", unit=unit
-    )
-    schedule = Schedule(
+    recipe = Recipe(
+        row,
         rounds=rounds,
-        epochs_per_round=1,
         batch_size=batch_size,
-        eval_every=1,
-        seed=seed,
+        lr=lr,
         weights=Weights(alpha, beta),
-        self_weight=0.0,
-        make_augment=lambda _: None,
+        seed=seed,
         prediction_model=(row.mixing_role or "private") if single else "private",
     )
-    round_lines: dict[str, list[Mapping[str, Any]]] = {name: [] for name in sites}
+    mode: Mode = "paper" if row.has_bare_teacher and beta else "strict"
+    train_sets = dict(sites)
+    if row.learns_from == "everybody":
+        train_sets = dict.fromkeys(sites, concatenate_examples(list(sites.values())))
+    merged = {"merged": concatenate_examples(list(tests.values()))} if len(tests) > 1 else {}
+    with TemporaryDirectory() as temporary:
+        settings = _MemorySettings(recipe, Path(folder or temporary), makers, n_classes, sigma, clip, delta, unit, mode)
+        participants = [
+            settings.build_participant(index, name, train, ({"own": tests[name]} if name in tests else {}) | merged)
+            for index, (name, train) in enumerate(train_sets.items())
+        ]
+        return _run_in_memory(participants, recipe)
+
+
+@dataclass(frozen=True)
+class _MemorySettings:
+    """Settings of all sites in memory; sigma None is no differential privacy."""
+
+    recipe: Recipe
+    folder: Path
+    makers: Mapping[str, _MakeModel]
+    n_classes: int
+    sigma: float | None
+    clip: float
+    delta: float
+    unit: Unit
+    mode: Mode
+
+    @property
+    def terms(self) -> PrivacyTerms:
+        """Return the terms of each site's ledger."""
+        guarantee: Guarantee = "nominal" if self.mode == "paper" else "guaranteed"
+        return PrivacyTerms(self.delta, allow=() if self.sigma else ("model",), guarantee=guarantee, unit=self.unit)
+
+    def build_participant(self, index: int, name: str, train: Cohort, tests: Mapping[str, Cohort]) -> Participant:
+        """Return what a site brings."""
+        folder = SiteFolder(self.folder / name)
+        units = row_units(len(train)) if self.unit == "row" else patient_units(train.patient, None, name)
+        plan = self._plan_round(units.n)
+        return Participant(
+            name,
+            train,
+            self.n_classes,
+            units,
+            PrivacyLedger(folder.path / "ledger.jsonl", site=name, run=_RUN, terms=self.terms),
+            plan,
+            folder,
+            make_model=partial(_make_model, self.makers, self.recipe.seed, index),
+            choose_engine=partial(_measure_engine, train, self.recipe.method, plan),
+            tests=tests,
+        )
+
+    def _plan_round(self, n: int) -> PrivacyPlan | None:
+        """Return the plan of a round of a site with n privacy units; None without differential privacy."""
+        if self.sigma is None:
+            return None
+        return plan_of_round(
+            n=n,
+            batch_size=min(self.recipe.batch_size, n),
+            epochs=self.recipe.epochs_per_round,
+            sigma=self.sigma,
+            clip=self.clip,
+            delta=self.delta,
+            unit=self.unit,
+            mode=self.mode,
+        )
+
+
+def _run_in_memory(participants: Sequence[Participant], recipe: Recipe) -> dict[str, SiteResult]:
+    """Run all rounds of all sites in this process.
+
+    Raises:
+        UsageError: for a model that fails.
+    """
+    round_lines: dict[str, list[Mapping[str, Any]]] = {participant.name: [] for participant in participants}
 
     def collect_line(event: Mapping[str, Any]) -> None:
         if "done" in event:
             round_lines[event["site"]].append(event["done"])
 
-    def make_learner(role: str, index: int, train: Cohort, plan: PrivacyPlan | None) -> Learner:
-        has_own_start = role == "private" and not row.learners[role].common
-        make = private if role == "private" else proxy or private
-        model = _make_seeded(make, seed + (_SEED_STEP * (index + 1) if has_own_start else 0))
-        dp = None
-        if row.learners[role].dp and plan is not None:
-            dp = _make_dp_settings(model, train, plan, is_trained=not single)
-        trainer = row.payload.build_trainer if role == row.mixing_role else None
-        return Learner(model, lr=lr, weight_decay=0.0, device=_CPU, dp=dp, task=train.task, build_trainer=trainer)
+    sites = [join(participant, recipe, index, _CPU) for index, participant in enumerate(participants)]
+    try:
+        run(sites, recipe, LocalComm(len(sites)), collect_line)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:  # of a user's model
+        raise UsageError(f"a model fails in training: {single_line(error)[:200]}") from error
+    single = recipe.method.payload.is_single_release
+    return {
+        site.name: SiteResult(
+            {role: learner.model for role, learner in site.learners.items() if not single or role in COMMON},
+            site.ledger.epsilon() if site.plan else None,
+            site.ledger.guarantee(),
+            round_lines[site.name],
+        )
+        for site in sites
+    }
 
-    with TemporaryDirectory() as temporary:
-        built_sites = []
-        for index, name in enumerate(sites):
-            train = concatenate_examples(list(sites.values())) if row.learns_from == "everybody" else sites[name]
-            units = row_units(len(train)) if unit == "row" else patient_units(train.patient, None, name)
-            plan, site_folder = None, Path(folder or temporary) / name
-            if sigma is not None:
-                plan = plan_of_round(
-                    n=units.n,
-                    batch_size=min(batch_size, units.n),
-                    epochs=1,
-                    sigma=sigma,
-                    clip=clip,
-                    delta=delta,
-                    unit=unit,
-                    mode=mode,
-                )
-            site = Site(
-                index=index,
-                name=name,
-                learners={role: make_learner(role, index, train, plan) for role in row.learners},
-                train=train,
-                tests=({"own": tests[name]} if tests and name in tests else {}) | merged,
-                ledger=PrivacyLedger(site_folder / "ledger.jsonl", site=name, run=_RUN, terms=terms),
-                folder=SiteFolder(site_folder),
-                device=_CPU,
-                plan=plan,
-                units=units,
-                n_classes=n_classes,
-            )
-            if row.mixing_role is not None:
-                row.payload.load_rows(site.mixing_learner(row), train)
-            built_sites.append(site)
-        try:
-            run(built_sites, row, schedule, LocalComm(len(built_sites)), collect_line)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # of a user's model
-            raise UsageError(f"a model fails in training: {single_line(error)[:200]}") from error
-        return {
-            site.name: SiteResult(
-                {role: learner.model for role, learner in site.learners.items() if not single or role in COMMON},
-                site.ledger.epsilon() if site.plan else None,
-                site.ledger.guarantee(),
-                round_lines[site.name],
-            )
-            for site in built_sites
-        }
+
+def _make_model(makers: Mapping[str, _MakeModel], seed: int, index: int, role: str, *, common: bool) -> nn.Module:
+    """Return a fresh model of a site: private models start differently, unless `common`."""
+    has_own_start = role == "private" and not common
+    return _make_seeded(makers[role], seed + (_SEED_STEP * (index + 1) if has_own_start else 0))
 
 
 def _make_seeded(make: _MakeModel, seed: int) -> nn.Module:
@@ -190,16 +224,18 @@ def _make_seeded(make: _MakeModel, seed: int) -> nn.Module:
         return make()
 
 
-def _make_dp_settings(model: nn.Module, train: Cohort, plan: PrivacyPlan, *, is_trained: bool) -> DPSettings:
-    """Return the settings of training by a plan; a caller's model is first measured on rows of the site."""
-    engine = None
-    if is_trained and len(train) > 1:
-        rows = np.arange(min(_MEASURED_ROWS, len(train)))
-        patient = None
-        if plan.unit == "patient":
-            patient = torch.from_numpy(np.unique(fill_patient_names(train.patient[rows]), return_inverse=True)[1])
-        engine = select_engine(model, build_tensor(train.read(rows)), patient)
-    return DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit, engine)
+def _measure_engine(
+    train: Cohort, method: Method, plan: PrivacyPlan | None, role: str, model: nn.Module, *, common: bool
+) -> str | None:
+    """Return how per-example gradients of a caller's model are summed, as measured on rows of the site."""
+    del role, common
+    if plan is None or method.payload.is_single_release or len(train) < 2:
+        return None
+    rows = np.arange(min(_MEASURED_ROWS, len(train)))
+    patient = None
+    if plan.unit == "patient":
+        patient = torch.from_numpy(np.unique(fill_patient_names(train.patient[rows]), return_inverse=True)[1])
+    return select_engine(model, build_tensor(train.read(rows)), patient)
 
 
 _MEASURED_ROWS = 32

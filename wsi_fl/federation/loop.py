@@ -29,10 +29,9 @@ from wsi_fl.federation.membership import (
     update_membership,
 )
 from wsi_fl.federation.message import BUFFERS
-from wsi_fl.federation.methods import Method
+from wsi_fl.federation.recipe import Recipe
 from wsi_fl.federation.site_evaluation import choose_prediction_model, evaluate_site
 from wsi_fl.federation.site_state import (
-    Schedule,
     Site,
     reissue_buffer,
     reissue_model,
@@ -53,61 +52,58 @@ _Report = Callable[[dict[str, Any]], None]
 """Called with {"site", "round", "step", "steps"} in training and {"site", "round", "done": metrics} after a round."""
 
 
-def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, report: _Report) -> None:
+def run(sites: list[Site], recipe: Recipe, comm: Comm, report: _Report) -> None:
     """Run all rounds from the last checkpoint common to all sites; `sites` are in the order of `comm.sites`.
 
     After a failure of a peer or disk, finished rounds remain and can be resumed.
     """
-    first_rounds = find_first_rounds(sites, method, schedule, comm)
+    first_rounds = find_first_rounds(sites, recipe, comm)
     for site in sites:
-        enter_round(site, method, first_rounds[site.index])
-    for round_ in range(min(first_rounds.values()), schedule.rounds + 1):
+        enter_round(site, recipe.method, first_rounds[site.index])
+    for round_ in range(min(first_rounds.values()), recipe.rounds + 1):
         active_sites = [site for site in sites if round_ >= first_rounds[site.index]]
         previous_traffic = {index: replace(tally) for index, tally in comm.traffic.items()}
-        membership = collect_membership(active_sites, method, comm, round_, first_rounds)
-        membership, hosts = update_membership(active_sites, method, comm, membership, round_, first_rounds)
+        membership = collect_membership(active_sites, recipe.method, comm, round_, first_rounds)
+        membership, hosts = update_membership(active_sites, recipe.method, comm, membership, round_, first_rounds)
         releases: dict[int, Release | None] = {}
-        has_buffers = bool(_buffer_hops(method, schedule, comm, round_, range(comm.n_sites)))
+        has_buffers = bool(_buffer_hops(recipe, comm, round_, range(comm.n_sites)))
         for site in active_sites:
             if round_ not in site.folder.list_checkpoints():
-                releases[site.index] = _train_and_record(
-                    site, method, schedule, round_, report, sends_buffer=has_buffers
-                )
+                releases[site.index] = _train_and_record(site, recipe, round_, report, sends_buffer=has_buffers)
                 continue
             if round_ != first_rounds[site.index]:  # then it was restored before memberships were collected
                 restore_checkpoint(site, round_)
-            if schedule.colluding is None:
+            if recipe.colluding is None:
                 resend = relay_mixture if site.index in hosts else reissue_model
-                releases[site.index] = resend(site, method, round_)
-        if method.mixing_role is not None:
-            _exchange_round(active_sites, method, schedule, comm, membership, releases, round_=round_)
-        for matrix in _buffer_hops(method, schedule, comm, round_, membership.present):
+                releases[site.index] = resend(site, recipe.method, round_)
+        if recipe.method.mixing_role is not None:
+            _exchange_round(active_sites, recipe, comm, membership, releases, round_=round_)
+        for matrix in _buffer_hops(recipe, comm, round_, membership.present):
             buffers = {k.index: reissue_buffer(k, round_) for k in active_sites if list_receivers(matrix, k.index)}
             pass_buffers(active_sites, comm, matrix, buffers, round_=round_, hop=BUFFERS)
         for site in active_sites:
             tally = comm.traffic[site.index].traffic_since(previous_traffic[site.index])
             is_first_round = round_ == first_rounds[site.index]
-            _log_round(site, method, schedule, tally, round_=round_, is_first_round=is_first_round, report=report)
+            _log_round(site, recipe, tally, round_=round_, is_first_round=is_first_round, report=report)
     for site in sites:
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
-        last = {"site": site.name, "round": schedule.rounds, "step": 1, "steps": 1}
-        if (choice := choose_prediction_model(site, method, schedule, partial(report, last))) is not None:
+        last = {"site": site.name, "round": recipe.rounds, "step": 1, "steps": 1}
+        if (choice := choose_prediction_model(site, recipe, partial(report, last))) is not None:
             site.folder.write_document("prediction_model", choice)
 
 
-def _buffer_hops(method: Method, schedule: Schedule, comm: Comm, round_: int, present: Sequence[int]) -> list[Matrix]:
+def _buffer_hops(recipe: Recipe, comm: Comm, round_: int, present: Sequence[int]) -> list[Matrix]:
     """Return the hops of buffers in a round among the sites present, one at most."""
-    share = method.find_disclosure("buffer")
+    share = recipe.method.find_disclosure("buffer")
     if share is None or (share.timing == "once" and round_ > 1):
         return []
-    return list_hops(share.build_graph(schedule.seed), comm.n_sites, present, round_ - 1, max_hops=1)
+    return list_hops(share.build_graph(recipe.seed), comm.n_sites, present, round_ - 1, max_hops=1)
 
 
 def _exchange_round(
     sites: list[Site],
-    method: Method,
-    schedule: Schedule,
+    recipe: Recipe,
     comm: Comm,
     membership: Membership,
     releases: Mapping[int, Release | None],
@@ -115,34 +111,38 @@ def _exchange_round(
     round_: int,
 ) -> None:
     """Take all hops of the round's graph over the sites present, or aggregate their payloads securely."""
-    if schedule.colluding is not None:
-        method.payload.aggregate_securely(sites, method, comm, schedule, membership.present, round_)
+    if recipe.colluding is not None:
+        recipe.method.payload.aggregate_securely(sites, comm, recipe, membership.present, round_)
         return
     previous_states = {site.index: site.push for site in sites}
-    graph = schedule.graph or method.build_graph(schedule.seed)
-    participation, weight = (comm.n_sites, membership.present, round_ - 1), schedule.self_weight
+    graph = recipe.graph or recipe.method.build_graph(recipe.seed)
+    participation, weight = (comm.n_sites, membership.present, round_ - 1), recipe.self_weight
     for hop, matrix in enumerate(list_hops(graph, *participation, weight, listening=membership.listening)):
         if hop > 0:
             relaying_sites = [site for site in sites if list_receivers(matrix, site.index)]
-            releases = {site.index: relay_mixture(site, method, round_) for site in relaying_sites}
-        exchange_models(sites, method, comm, matrix, releases, round_=round_, hop=hop, returning=membership.returning)
+            releases = {site.index: relay_mixture(site, recipe.method, round_) for site in relaying_sites}
+        exchange_models(
+            sites, recipe.method, comm, matrix, releases, round_=round_, hop=hop, returning=membership.returning
+        )
     for site in sites:
         if site.push is not None and site.push.w <= 0:  # all messages to it were rejected
             site.push = previous_states[site.index]
-    load_mixture(sites, method, n_present=len(membership.present), reset_optimizer=schedule.reset_optimizer)
+    load_mixture(sites, recipe.method, n_present=len(membership.present), reset_optimizer=recipe.reset_optimizer)
 
 
 def _train_and_record(
-    site: Site, method: Method, schedule: Schedule, round_: int, report: _Report, *, sends_buffer: bool
+    site: Site, recipe: Recipe, round_: int, report: _Report, *, sends_buffer: bool
 ) -> Release | None:
     start = time.perf_counter()
-    previous_vectors = {role: k.parameter_vector() for role, k in site.learners.items() if role != method.mixing_role}
-    site.losses = _train_round(site, method, schedule, round_, report)
+    previous_vectors = {
+        role: k.parameter_vector() for role, k in site.learners.items() if role != recipe.method.mixing_role
+    }
+    site.losses = _train_round(site, recipe, round_, report)
     _freeze_diverged(site, previous_vectors, round_)
     for role, learner in site.learners.items():
         if not np.isfinite(learner.parameter_vector()).all():
             raise WsiFlError(f"site {site.name}: its {role} model is not finite in round {round_}; lower train.lr")
-    released = release_model(site, method, round_) if schedule.colluding is None else None
+    released = release_model(site, recipe.method, round_) if recipe.colluding is None else None
     if sends_buffer := sends_buffer and site.active:
         release_buffer(site, round_)
     write_checkpoint(site, round_)
@@ -179,19 +179,19 @@ def _is_diverged(vector: NDArray[np.float32]) -> bool:
         return not np.isfinite(np.square(vector)).all()
 
 
-def _train_round(
-    site: Site, method: Method, schedule: Schedule, round_: int, report: _Report
-) -> dict[str, float | None]:
+def _train_round(site: Site, recipe: Recipe, round_: int, report: _Report) -> dict[str, float | None]:
     """Train on all batches of a round (Algorithm 1, lines 2–5), and return the mean loss of each role.
 
     The local baseline learns from the site's rows in separate batches, without differential privacy.
     """
-    learn = partial(_train_batches, site, schedule=schedule, round_=round_, report=report)
+    learn = partial(_train_batches, site, recipe=recipe, round_=round_, report=report)
     losses: dict[str, float | None] = {}
-    training_set = None if site.receives else site.training_sources().build_training_set(method.learns_from)
+    training_set = None if site.receives else site.training_sources().build_training_set(recipe.method.learns_from)
     if training_set is not None and not all(k.frozen for role, k in site.learners.items() if role != LOCAL):
         losses |= learn(
-            training_set, site.plan, lambda batch, noise: method.step(site.learners, batch, schedule.weights, noise)
+            training_set,
+            site.plan,
+            lambda batch, noise: recipe.method.step(site.learners, batch, recipe.weights, noise),
         )
     local_learner = site.learners.get(LOCAL)
     if local_learner is not None and not (local_learner.fitted or local_learner.frozen):
@@ -208,7 +208,7 @@ def _train_batches(
     plan: PrivacyPlan | None,
     step: Callable[[Batch, CipherStream], dict[str, float]],
     *,
-    schedule: Schedule,
+    recipe: Recipe,
     round_: int,
     report: _Report,
 ) -> dict[str, float | None]:
@@ -218,21 +218,21 @@ def _train_batches(
     record to the number of records before it in the batch, and ε holds only where a record changes one gradient. Each
     training set has its own streams, so that draws are independent.
     """
-    seed = schedule.seed if plan is None else schedule.insecure_seed
+    seed = recipe.seed if plan is None else recipe.insecure_seed
     noise, sampler, views = (
         CipherStream.from_entropy() if seed is None else CipherStream.from_seed(seed, site.index, round_, purpose)
         for purpose in ("noise", "batches", "views")
     )
     if plan is None:
-        rows = training_set.epoch_batches(schedule.batch_size, schedule.epochs_per_round, sampler=sampler)
+        rows = training_set.epoch_batches(recipe.batch_size, recipe.epochs_per_round, sampler=sampler)
     else:
         rows = training_set.private_batches(plan, sampler)
-        mode: Mode = "paper" if schedule.weights.beta else "strict"
+        mode: Mode = "paper" if recipe.weights.beta else "strict"
         for trainer in (learner.trainer for learner in site.learners.values() if learner.trainer is not None):
             delta = site.ledger.terms.delta
             require_plan(plan, trainer, n=training_set.units.n, steps=len(rows), delta=delta, mode=mode)
     dropout = views.randbelow(2**63)  # only local models have dropout, none with differential privacy
-    augment = schedule.make_augment(views)
+    augment = recipe.make_augment(views)
     images = load_batches(training_set.join_examples(), iter(rows), augment=augment, device=site.device, draws=views)
     labelled_batches = training_set.units.attach_units(images, rows, site.device)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
@@ -246,14 +246,7 @@ def _train_batches(
 
 
 def _log_round(
-    site: Site,
-    method: Method,
-    schedule: Schedule,
-    traffic: Traffic,
-    *,
-    round_: int,
-    is_first_round: bool,
-    report: _Report,
+    site: Site, recipe: Recipe, traffic: Traffic, *, round_: int, is_first_round: bool, report: _Report
 ) -> None:
     """Evaluate the site's models and write the round's line; `is_first_round`: it replaces lines from this round on."""
     line: dict[str, Any] = {
@@ -266,8 +259,8 @@ def _log_round(
     if site.rejected:
         line["rejected"], site.rejected = site.rejected, []
     alive = partial(report, {"site": site.name, "round": round_, "step": 1, "steps": 1})
-    if round_ % schedule.eval_every == 0 or round_ == schedule.rounds:
-        line |= evaluate_site(site, method, schedule, alive)
+    if round_ % recipe.eval_every == 0 or round_ == recipe.rounds:
+        line |= evaluate_site(site, recipe, alive)
     line |= {"messages": traffic.messages, "bytes": traffic.bytes, "communication_seconds": round(traffic.seconds, 4)}
     if is_first_round:
         site.folder.drop_rounds_from(round_)

@@ -15,7 +15,8 @@ from wsi_fl.federation.exchange import exchange_models, load_mixture
 from wsi_fl.federation.message import FAREWELL, WELCOME
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.push_sum import PushSum
-from wsi_fl.federation.site_state import Schedule, Site, relay_mixture, restore_checkpoint
+from wsi_fl.federation.recipe import Recipe
+from wsi_fl.federation.site_state import Site, relay_mixture, restore_checkpoint
 from wsi_fl.federation.topology import build_handover, build_welcome, list_receivers
 from wsi_fl.types import WsiFlError
 
@@ -95,7 +96,7 @@ def build_membership(sites: Sequence[int], replies: Sequence[MembershipReply]) -
     return Membership(staying, leaving, () if ahead else returning, listening)
 
 
-def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, comm: Comm) -> dict[int, int]:
+def find_first_rounds(sites: list[Site], recipe: Recipe, comm: Comm) -> dict[int, int]:
     """Return the round from which each of `sites` resumes: 1, or the last common checkpoint.
 
     A returning site does not take the others back, and where nothing is exchanged each site resumes from its own.
@@ -103,7 +104,7 @@ def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, com
     Raises:
         WsiFlError: when a site has no checkpoint of that round, or its ledger has later rounds.
     """
-    if not method.has_exchange:
+    if not recipe.method.has_exchange:
         firsts = {site.index: max(site.folder.list_checkpoints(), default=1) for site in sites}
     else:
         local_states: list[ResumeState] = [
@@ -115,9 +116,9 @@ def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, com
         last = max(checkpoint_rounds, default=0)
         if not _can_resume(checkpoint_rounds, first) and (last > first or not site.returning):
             raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, from which the others resume")
-        sent = min(site.ledger.last_final_round(), schedule.rounds)  # mpcpa sends its models after the last round
+        sent = min(site.ledger.last_final_round(), recipe.rounds)  # mpcpa sends its models after the last round
         # missed rounds; attempts at secure aggregation are no rounds
-        missed = site.ledger.last_round() > last + 1 and schedule.colluding is None
+        missed = site.ledger.last_round() > last + 1 and recipe.colluding is None
         ahead = missed and not site.returning
         if ahead or sent > last:
             raise WsiFlError(f"{site.folder.path}: the ledger has later rounds than the checkpoints; start a new run")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from wsi_fl.data.cohort import Cohort
     from wsi_fl.federation.comm import Comm
     from wsi_fl.federation.message import Message
-    from wsi_fl.federation.methods import Method
-    from wsi_fl.federation.site_state import Schedule, Site
+    from wsi_fl.federation.recipe import Recipe
+    from wsi_fl.federation.site_state import Site
     from wsi_fl.learning.local_training import DPSettings, Learner
     from wsi_fl.privacy.privacy_plan import PrivateTrainer, Unit
 
@@ -102,14 +102,14 @@ class ModelPayload:
         learner.load_vector(mixture)
 
     def aggregate_securely(
-        self, sites: Sequence[Site], method: Method, comm: Comm, schedule: Schedule, present: Sequence[int], round_: int
+        self, sites: Sequence[Site], comm: Comm, recipe: Recipe, present: Sequence[int], round_: int
     ) -> None:
         """Give each local site the mean of all sites present, of which none can read another's payload.
 
         Raises:
             WsiFlError: for a payload without secure sum.
         """
-        raise WsiFlError(f"{method.name} cannot be aggregated securely")
+        raise WsiFlError(f"{recipe.method.name} cannot be aggregated securely")
 
     def build_released_model(self, model: nn.Module, vector: Vector, *, is_single: bool) -> nn.Module:
         """Return a copy of a travelling model with released parameters and without the private state of its site.

@@ -21,7 +21,8 @@ from wsi_fl.data.validation import (
     select_model,
 )
 from wsi_fl.federation.methods import Method
-from wsi_fl.federation.site_state import Schedule, Site
+from wsi_fl.federation.recipe import Recipe
+from wsi_fl.federation.site_state import Site
 from wsi_fl.learning.ensemble import (
     MIN_PATIENTS,
     Ensemble,
@@ -34,15 +35,15 @@ from wsi_fl.learning.ensemble import (
 from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
 
 
-def evaluate_site(site: Site, method: Method, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
+def evaluate_site(site: Site, recipe: Recipe, alive: Callable[[], None]) -> dict[str, Any]:
     """Return the scores of a site's prediction model by test set; "model" names it where a site has several.
 
     Scores of the model that all sites have alike on the last set are added. `alive` is called with each batch.
     """
     line: dict[str, Any] = {}
-    model_choice, ensemble = schedule.prediction_model, None
+    model_choice, ensemble = recipe.prediction_model, None
     if model_choice in ("auto", ENSEMBLE):
-        chosen = choose_prediction_model(site, method, schedule, alive) or {"model": "private"}
+        chosen = choose_prediction_model(site, recipe, alive) or {"model": "private"}
         model_choice, ensemble = (
             chosen["model"],
             Ensemble.parse_document(chosen["ensemble"]) if "ensemble" in chosen else None,
@@ -70,9 +71,7 @@ def _common(site: Site) -> str:
     return next((role for role in COMMON if role in site.learners), "")
 
 
-def choose_prediction_model(
-    site: Site, method: Method, schedule: Schedule, alive: Callable[[], None]
-) -> dict[str, Any] | None:
+def choose_prediction_model(site: Site, recipe: Recipe, alive: Callable[[], None]) -> dict[str, Any] | None:
     """Return the choice of a site's prediction model, as its run stores it; None where there is no choice.
 
     For classes, and with a payload of a single release, it is the ensemble of local and federated model. Otherwise it
@@ -89,10 +88,10 @@ def choose_prediction_model(
     if examples is not None:
         name = "macro_accuracy" if task.kind == "classes" else task.scores[0]
         scores[name] = score_candidates(predictions, examples.label, task)
-    has_single_release = _common(site) != "" and method.payload.is_single_release
-    if schedule.prediction_model == ENSEMBLE or has_single_release or (has_local_baseline and task.kind == "classes"):
-        choice = _choose_ensemble(site, method, predictions, alive) | scores
-        is_local = has_local_baseline and schedule.prediction_model != ENSEMBLE and not choice["ensemble"]["weight"]
+    has_single_release = _common(site) != "" and recipe.method.payload.is_single_release
+    if recipe.prediction_model == ENSEMBLE or has_single_release or (has_local_baseline and task.kind == "classes"):
+        choice = _choose_ensemble(site, recipe.method, predictions, alive) | scores
+        is_local = has_local_baseline and recipe.prediction_model != ENSEMBLE and not choice["ensemble"]["weight"]
         return choice | {"model": LOCAL} if is_local else choice
     if examples is None:
         return {"model": LOCAL, "by": "validation", "n": 0} if has_local_baseline else None

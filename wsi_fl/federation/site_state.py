@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,15 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.data.cohort import Augment, Cohort, concatenate_examples
+from wsi_fl.data.cohort import Cohort, concatenate_examples
 from wsi_fl.data.metrics import Probabilities
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, TrainingSources
-from wsi_fl.federation.methods import Method, Weights
+from wsi_fl.federation.methods import Method
 from wsi_fl.federation.push_sum import PushSum
-from wsi_fl.federation.topology import Topology
 from wsi_fl.learning.local_training import Learner, Learners
 from wsi_fl.models import schema_digest
-from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, ReleaseValues, digest_values
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
@@ -87,67 +85,55 @@ class Buffer:
     provenance: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Training settings, the same at all sites."""
-
-    rounds: int
-    epochs_per_round: int
-    batch_size: int  # privacy units of a batch, where a site has no privacy plan
-    eval_every: int
-    seed: int
-    weights: Weights
-    self_weight: float  # P[i, i] where the graph does not set it
-    make_augment: Callable[[CipherStream], Augment | None]  # random stream → augmentation of an image
-    graph: Topology | None = None  # in place of the method's graph
-    # the prediction model: "private", "proxy", "shared", "mean", "local", "ensemble" (weighted on local rows), or
-    # "auto" (the best of them at each site)
-    prediction_model: str = "private"
-    reset_optimizer: bool = False  # whether the exchanged model's optimizer is reset after each exchange
-    insecure_seed: int | None = None  # fixed noise, for tests alone
-    # tolerated colluding sites, with distributed noise; None where each site adds its own
-    colluding: int | None = None
-    dropouts: int = 0  # tolerated dropouts in secure aggregation
-
-
 @dataclass
 class Site:
-    """A site of this process."""
+    """A site of this process in a run: what it brought (see `Participant`), and what changes.
+
+    Attributes:
+        learners: its models by role.
+        held_out: float64[n, classes], cross-validated predictions of local models on its training rows; None where
+            unknown.
+        tuned_settings: the tuned settings of its local models, as its run stores them; None for none.
+        returning: whether it returns after a dropout, and waits for a share of the others' mass.
+        active: whether it participates in the graph, and its DP models are trained.
+        push: PushSum state of the exchanged parameters; None without exchange, and before and after participation.
+        buffer_release: release of its buffer in the current round.
+        release_digest: SHA-256 of its newest release, which is part of `push`, or of its newest local DP model; ""
+            before the first round.
+        received_buffers: buffers of other sites, by index.
+        announced_units: number of units and noise multiplier of each site, by index, as announced before the run.
+        distances: L2 distances of the last received models from the local one.
+        rejected: messages rejected in this round, with reasons.
+        diverged: roles of models that diverged and are frozen; not disclosed.
+        losses, seconds: mean loss by role, and time, of the current round.
+    """
 
     index: int
     name: str
     learners: Learners
     train: Cohort
-    tests: Mapping[str, Cohort]  # test sets: "own" (local), and "merged" (pooled) where allowed
+    tests: Mapping[str, Cohort]
     ledger: PrivacyLedger
     folder: SiteFolder
     device: torch.device
-    plan: PrivacyPlan | None  # noise and cost of a round; None without differential privacy
-    units: PrivacyUnits  # privacy units and their sampling: rows or patients, canaries included
+    plan: PrivacyPlan | None
+    units: PrivacyUnits
     n_classes: int
-    # float64[n, classes], cross-validated predictions of local models on its training rows; None where unknown
-    held_out: Probabilities | None = None
-    # the tuned settings of its local models, as its run stores them; None for none
-    tuned_settings: Mapping[str, Any] | None = None
-    # validation examples for the choice of its prediction model; None for none
     validation: Cohort | None = None
-    canaries: Canaries | None = None  # canaries among its training examples, for an audit; None for none
-    receives: bool = False  # whether it has no labels: it trains and sends nothing, and receives
-    returning: bool = False  # whether it returns after a dropout, and waits for a share of the others' mass
-    active: bool = True  # whether it participates in the graph, and its DP models are trained
-    # PushSum state of the exchanged parameters; None without exchange, and before and after participation
+    canaries: Canaries | None = None
+    buffer: Buffer | None = None
+    receives: bool = False
+    held_out: Probabilities | None = None
+    tuned_settings: Mapping[str, Any] | None = None
+    returning: bool = False
+    active: bool = True
     push: PushSum | None = None
-    buffer: Buffer | None = None  # its synthetic samples, which it releases; None for none
-    buffer_release: Release | None = None  # release of that buffer in the current round
-    # SHA-256 of its newest release, which is part of `push`, or of its newest local DP model; "" before the first round
+    buffer_release: Release | None = None
     release_digest: str = ""
-    received_buffers: dict[int, Flat] = field(default_factory=dict)  # buffers of other sites, by index
-    # number of units and noise multiplier of each site, by index, as announced before the run
+    received_buffers: dict[int, Flat] = field(default_factory=dict)
     announced_units: dict[int, tuple[int, float]] = field(default_factory=dict)
-    # L2 distances of the last received models from the local one
     distances: list[float] = field(default_factory=list)
-    rejected: list[str] = field(default_factory=list)  # messages rejected in this round, with reasons
-    # roles of models that diverged and are frozen; not disclosed
+    rejected: list[str] = field(default_factory=list)
     diverged: list[str] = field(default_factory=list)
     losses: dict[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from wsi_fl.data.cohort import Cohort
     from wsi_fl.federation.comm import Comm
     from wsi_fl.federation.message import Message
-    from wsi_fl.federation.methods import Method
-    from wsi_fl.federation.site_state import Schedule, Site
+    from wsi_fl.federation.recipe import Recipe
+    from wsi_fl.federation.site_state import Site
     from wsi_fl.learning.local_training import Batch, DPSettings, Learner
     from wsi_fl.oneshot.shared_head import SharedHead
     from wsi_fl.privacy.cipher import CipherStream
@@ -103,11 +103,11 @@ class StatisticsPayload(ModelPayload):
         learner.load_vector(mixture)
 
     def aggregate_securely(
-        self, sites: Sequence[Site], method: Method, comm: Comm, schedule: Schedule, present: Sequence[int], round_: int
+        self, sites: Sequence[Site], comm: Comm, recipe: Recipe, present: Sequence[int], round_: int
     ) -> None:
         from wsi_fl.oneshot.secure_aggregation import aggregate_statistics
 
-        aggregate_statistics(sites, method, comm, schedule, present, round_=round_)
+        aggregate_statistics(sites, comm, recipe, present, round_=round_)
 
     def build_released_model(self, model: nn.Module, vector: Vector, *, is_single: bool) -> nn.Module:
         released_model = super().build_released_model(model, vector, is_single=is_single)

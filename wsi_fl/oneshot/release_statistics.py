@@ -36,9 +36,10 @@ from wsi_fl.privacy.privacy_plan import PrivacyPlan, require_plan
 from wsi_fl.stages.prepare.slide_lists import Scope, select_sites
 from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
 from wsi_fl.stages.runtime.rank_job import RankJob, select_device
-from wsi_fl.stages.site import privacy_account
+from wsi_fl.stages.site import privacy_account, site_ledger
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training.build_sites import build_model, load_training
+from wsi_fl.stages.training.build_sites import load_training
+from wsi_fl.stages.training.initial_models import build_model
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
@@ -52,7 +53,7 @@ def release_statistics(study: Study, *, repeat: bool = False, **selection: Unpac
     A site with a release keeps it; only `repeat` spends as much once more. Under mpiexec or srun the ranks divide the
     sites, and all but the first return {}.
     """
-    job = RankJob()
+    job, study = RankJob(), study.freeze_sites()
 
     def prepare_sites() -> tuple[Pipeline, list[SiteFile]]:
         pipeline, selected = select_sites(study, **selection)
@@ -86,7 +87,7 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
     with site_lock(home.parent, site.name), context:
         data = context.open_data(site.name)
         guarantee = "none" if data.is_synthetic() else privacy_account.find_guarantee(context.method, context.pipeline)
-        ledger = privacy_account.open_ledger(
+        ledger = site_ledger.open_ledger(
             study, site, STATISTICS_RUN, privacy_account.build_terms(site, context.pipeline, guarantee)
         )
         known_copy = None if repeat else _find_copy(study, ledger, home, file)
@@ -96,7 +97,7 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
             ledger.record_transmission(new_release.round, new_release.digest)
         else:
             label, statistics = known_copy
-            round_ = privacy_account.require_release(ledger, STATISTICS_RUN, digest_values(statistics.vector), label)
+            round_ = site_ledger.require_release(ledger, STATISTICS_RUN, digest_values(statistics.vector), label)
             refuse_mismatch(statistics.header, build_header(data), f"site {site.name} has released")
             if not round_.final:
                 ledger.release_again(round_.number, statistics.vector, schema="sums")

@@ -25,7 +25,8 @@ from wsi_fl.federation.documents import Count, RoundNumber
 from wsi_fl.federation.message import BUFFERS, BYTES, Message, Outgoing
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.push_sum import PushSum
-from wsi_fl.federation.site_state import Schedule, Site, write_checkpoint
+from wsi_fl.federation.recipe import Recipe
+from wsi_fl.federation.site_state import Site, write_checkpoint
 from wsi_fl.models import schema_digest
 from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
 from wsi_fl.oneshot.discrete_noise import (
@@ -80,26 +81,26 @@ class _SecretPieces(TypedDict):
 
 
 def aggregate_statistics(
-    sites: Sequence[Site], method: Method, comm: Comm, schedule: Schedule, present: Sequence[int], *, round_: int
+    sites: Sequence[Site], comm: Comm, recipe: Recipe, present: Sequence[int], *, round_: int
 ) -> None:
     """Aggregate the statistics of all sites present, and give each site their mean.
 
     It fails, and the sum is void, where too few sites are present for the number that may collude, a site makes no
     further attempt, or a message is invalid.
     """
-    colluding = schedule.colluding
+    colluding = recipe.colluding
     assert colluding is not None
     require_enough_sites(len(present), colluding, 0)
     # after dropouts, only as many more as the remaining sites tolerate
-    dropouts = min(schedule.dropouts, len(present) - vote_threshold(len(present), colluding))
+    dropouts = min(recipe.dropouts, len(present) - vote_threshold(len(present), colluding))
     local_sites = [site for site in sites if site.index in present]
     keys = {} if dropouts else {site.index: KeyPair.generate() for site in local_sites}
     local_offers: list[_SumOffer] = [
         {
             "public": keys[site.index].public.hex() if site.index in keys else "",
-            "done": _is_done(site, method),
+            "done": _is_done(site, recipe.method),
             "attempt": site.ledger.last_final_round() + 1,
-            "refuses": _find_refusal(site, method),
+            "refuses": _find_refusal(site, recipe.method),
         }
         for site in sites
     ]
@@ -107,7 +108,7 @@ def aggregate_statistics(
     if not local_sites or all(offers[index]["done"] for index in present):
         return
     attempt = _agree_attempt({index: offers[index] for index in present})
-    terms = _SumTerms(method, colluding, dropouts, schedule.insecure_seed, attempt, list(present))
+    terms = _SumTerms(recipe.method, colluding, dropouts, recipe.insecure_seed, attempt, list(present))
     if dropouts:
         _aggregate_survivors(local_sites, terms, comm, round_=round_)
         return

@@ -30,8 +30,9 @@ from wsi_fl.oneshot.released_statistics import (
 )
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import digest_values
-from wsi_fl.stages.site.privacy_account import build_terms, find_guarantee, open_ledger, require_release
+from wsi_fl.stages.site.privacy_account import build_terms, find_guarantee
 from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.site.site_ledger import open_ledger, require_release
 from wsi_fl.system.files import atomic_path
 from wsi_fl.types import ReportableError, UsageError, WsiFlError
 

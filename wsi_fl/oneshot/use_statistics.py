@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from wsi_fl.learning.local_models import set_linear_layer
 from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
 from wsi_fl.oneshot.payload import require_head
 from wsi_fl.oneshot.released_statistics import (
@@ -17,7 +18,6 @@ from wsi_fl.oneshot.released_statistics import (
     statistics_of,
 )
 from wsi_fl.oneshot.shared_head import SharedHead
-from wsi_fl.stages.training.build_sites import set_linear_layer
 from wsi_fl.types import Bags, Vectors, WsiFlError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from wsi_fl.runs.site_folder import SITE_FILE
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
@@ -30,16 +30,38 @@ def find_shipped_folder(kind: Literal["pipelines", "sites"]) -> Path:
 
 
 class Study:
-    """The paths, pipelines and site files of a study."""
+    """The paths, pipelines and site files of a study.
 
-    def __init__(self, root: Path, pinned_run: Path | None = None, *, stand_in: str = "") -> None:
+    Args:
+        root: its folder.
+        pinned_run: a run whose settings snapshots hold in the site files.
+        stand_in: the site whose store is used for all, in a dry run.
+        site_files: site files that were read before, by path; None to read them anew each time.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        pinned_run: Path | None = None,
+        *,
+        stand_in: str = "",
+        site_files: dict[Path, _SiteText] | None = None,
+    ) -> None:
         self.root = root
         self._pinned_run = pinned_run
         self._stand_in = stand_in
+        self._site_files = site_files
+
+    def freeze_sites(self) -> Study:
+        """Return the study in which each site file is read once, so that later edits change nothing."""
+        if self._site_files is not None:
+            return self
+        return Study(self.root, self._pinned_run, stand_in=self._stand_in, site_files={})
 
     def pin_run(self, run: Path) -> Study:
-        """Return the study with the settings snapshot of a run in its site files."""
-        return Study(self.root, run, stand_in=self._stand_in)
+        """Return the frozen study with the settings snapshot of a run in its site files."""
+        site_files = {} if self._site_files is None else self._site_files
+        return Study(self.root, run, stand_in=self._stand_in, site_files=site_files)
 
     def store_owner(self, site: str) -> str:
         """Return the site whose store is used for a site; in a dry run one site stands in for all."""
@@ -97,7 +119,7 @@ class Study:
 
     def ledger_path(self, site: str) -> Path:
         """The privacy account of a site, by default in ledgers/."""
-        file = self._load_current_site(site) if self.site_path(site).is_file() else self.load_site_snapshot(site)
+        file = self._load_current_site(site) if self._is_there(self.site_path(site)) else self.load_site_snapshot(site)
         ledger = file.ledger if file else None
         return self.resolve(ledger) if ledger else self.root / "ledgers" / f"{site}.jsonl"
 
@@ -131,31 +153,27 @@ class Study:
         if snapshot is None:
             return self._load_current_site(name)
         return (
-            merge_site_snapshot(snapshot, self._load_current_site(name)) if self.site_path(name).is_file() else snapshot
+            merge_site_snapshot(snapshot, self._load_current_site(name))
+            if self._is_there(self.site_path(name))
+            else snapshot
         )
 
     def load_site_snapshot(self, name: str) -> SiteFile | None:
         """Return the run's snapshot of a site file; None without one."""
-        snapshot_path = self._snapshot_path(name)
-        return (
-            validate_model(SiteFile, _read_toml(snapshot_path), self._file_label(snapshot_path))
-            if snapshot_path
-            else None
-        )
+        return self._read_site(path).file if (path := self._snapshot_path(name)) else None
 
     def snapshot_digest(self, name: str) -> str:
         """Return the SHA-256 of the run's snapshot of a site file; "" without one."""
-        snapshot_path = self._snapshot_path(name)
-        return hashlib.sha256(snapshot_path.read_bytes()).hexdigest() if snapshot_path else ""
+        return self._read_site(path).digest if (path := self._snapshot_path(name)) else ""
 
     def _snapshot_path(self, name: str) -> Path | None:
-        snapshot_path = self._pinned_run / "sites" / name / SITE_FILE if self._pinned_run else None
-        return snapshot_path if snapshot_path and snapshot_path.is_file() else None
+        path = self._pinned_run / "sites" / name / SITE_FILE if self._pinned_run else None
+        return path if path and self._is_there(path) else None
 
     def find_changed_settings(self, name: str) -> list[str]:
         """Return the differences of the current site file from the run's, as "max_epsilon = 3 now, 2 in this run"."""
         snapshot = self.load_site_snapshot(name)
-        if snapshot is None or not self.site_path(name).is_file():
+        if snapshot is None or not self._is_there(self.site_path(name)):
             return []
         current = self._load_current_site(name)
         pairs = [(key, getattr(snapshot, key), getattr(current, key)) for key in SNAPSHOT_KEYS]
@@ -168,7 +186,7 @@ class Study:
     def _load_current_site(self, name: str) -> SiteFile:
         """Return the current file of a site; UsageError unless its `name` is the file's name."""
         path = self.site_path(name)
-        if not path.is_file():
+        if not self._is_there(self.site_path(name)):
             names = self.site_names()
             close = difflib.get_close_matches(name, names, 1)
             raise UsageError(
@@ -176,12 +194,27 @@ class Study:
                 + (f"; did you mean {close[0]!r}?" if close else "")
                 + f"; sites/ has {', '.join(names) or 'none'}"
             )
-        site = validate_model(SiteFile, _read_toml(path), self._file_label(path))
+        site = self._read_site(path).file
         if site.name != name:
             raise UsageError(
                 f"{self._file_label(path)}: name = {site.name!r}, not the file's; "
                 f"write name = {name!r}, or rename the file"
             )
+        return site
+
+    def _is_there(self, path: Path) -> bool:
+        """Return whether a site file exists, or existed when it was read."""
+        return path in (self._site_files or ()) or path.is_file()
+
+    def _read_site(self, path: Path) -> _SiteText:
+        """Return a site file or snapshot, from those already read where the study is frozen."""
+        if self._site_files is not None and path in self._site_files:
+            return self._site_files[path]
+        content = require_regular_file(path).read_bytes()
+        file = validate_model(SiteFile, _parse_toml(content, path), self._file_label(path))
+        site = _SiteText(file, hashlib.sha256(content).hexdigest())
+        if self._site_files is not None:
+            self._site_files[path] = site
         return site
 
     def load_sites(self, pipeline: Pipeline) -> list[SiteFile]:
@@ -252,9 +285,20 @@ def load_run_pipeline(path: Path) -> Pipeline:
     return validate_model(pipeline_model(), _read_toml(path), path.name)
 
 
+class _SiteText(NamedTuple):
+    """A site file that was read, and the SHA-256 of its bytes."""
+
+    file: SiteFile
+    digest: str
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
+    return _parse_toml(require_regular_file(path).read_bytes(), path)
+
+
+def _parse_toml(content: bytes, path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(require_regular_file(path).read_text(encoding="utf-8-sig"))
+        return tomllib.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: it is not UTF-8") from None
     except tomllib.TOMLDecodeError as error:

@@ -33,7 +33,8 @@ from wsi_fl.privacy.ledger_file import LedgerEntry, LedgerFile, run_id
 from wsi_fl.report.templates import fill_template
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import Lines, TextLine
-from wsi_fl.stages.site.privacy_account import Group, build_terms, describe_group, open_ledger
+from wsi_fl.stages.site.privacy_account import Group, build_terms, describe_group
+from wsi_fl.stages.site.site_ledger import open_ledger
 from wsi_fl.stages.training.resume import list_plan_runs
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.site_file import SiteFile

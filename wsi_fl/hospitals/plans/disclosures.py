@@ -298,7 +298,7 @@ def _weights_digest(context: RunContext, shape: Shape | None) -> str | None:
     if not context.pipeline.model.weights or role is None or shape is None:
         return None
     from wsi_fl.models import create_model, start_digest  # and with it PyTorch
-    from wsi_fl.stages.training.build_sites import find_start
+    from wsi_fl.stages.training.initial_models import find_start
 
     start = find_start(context.pipeline, context.study)
     model = create_model(_role_architecture(context, role), n_classes=2, shape=shape, seed=0, start=start)

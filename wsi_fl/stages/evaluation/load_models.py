@@ -16,7 +16,7 @@ from wsi_fl.learning.local_training import predict_examples
 from wsi_fl.models import create_model
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.site.run_context import RunContext, find_method
-from wsi_fl.stages.training.build_sites import find_architecture, find_start
+from wsi_fl.stages.training.initial_models import find_architecture, find_start
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile

@@ -39,16 +39,26 @@ class Watcher(Protocol):
 
 
 class SilentProgress:
-    """No progress; messages still go to stderr."""
+    """No progress; messages go to stderr.
+
+    Args:
+        write_log: the local log of a real hospital, for all messages that are not public.
+    """
+
+    def __init__(self, write_log: Callable[[str], None] | None = None) -> None:
+        self._write_log = write_log
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None:
         pass
 
     def print_message(self, text: str, *, public: bool = False) -> None:
-        print_message(text, "yellow")
+        if self._write_log is None or public:
+            print_message(text, "yellow")
+        else:
+            self._write_log(text.strip())
 
 
-class NestedProgress(SilentProgress):
+class NestedProgress:
     """Progress of one of n equal works as a part of all, so that it never goes back."""
 
     def __init__(self, watcher: Watcher, n_before: int, n_parts: int) -> None:
@@ -61,20 +71,11 @@ class NestedProgress(SilentProgress):
         self._watcher.print_message(text, public=public)
 
 
-class PrivateProgress(SilentProgress):
-    """No progress; messages of a real hospital go to its local log, unless they are public."""
-
-    def __init__(self, write_log: Callable[[str], None]) -> None:
-        self._write_log = write_log
-
-    def print_message(self, text: str, *, public: bool = False) -> None:
-        (super().print_message if public else self._write_log)(text.strip())
-
-
 class ProgressBars(SilentProgress):
     """One bar per part on a terminal; elsewhere one line over all parts every five seconds."""
 
     def __init__(self, title: str) -> None:
+        super().__init__()
         self.title = title
         self._is_live = stderr.is_terminal
         self._bars = Progress(
@@ -152,13 +153,21 @@ class ProgressBars(SilentProgress):
 
 
 class JsonEvents:
-    """Progress as JSON lines on stdout for the owner, the parent process with the bars."""
+    """Progress as JSON lines on stdout for the owner, the parent process with the bars.
 
-    def __init__(self, owner: int | None = None) -> None:
+    Args:
+        owner: its process id.
+        write_log: the local log of a real hospital, for all messages that are not public; then the events are its name
+            and completed rounds, nothing derived from records.
+    """
+
+    def __init__(self, owner: int | None = None, write_log: Callable[[str], None] | None = None) -> None:
         self._emit_times: dict[str, float] = {}
-        self._owner = owner
+        self._owner, self._write_log = owner, write_log
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None:
+        if self._write_log is not None:
+            done, note = int(done), ""
         seconds = time.monotonic()
         if done < total and seconds - self._emit_times.get(part, 0.0) < _EVENT_EVERY_S:
             return
@@ -167,7 +176,10 @@ class JsonEvents:
         emit_event({"part": part, "done": done, "total": total, "note": note})
 
     def print_message(self, text: str, *, public: bool = False) -> None:
-        emit_event({"say": text})
+        if self._write_log is None or public:
+            emit_event({"say": text})
+        else:
+            self._write_log(text.strip())
 
     def check_owner(self) -> None:
         """Raise WsiFlError when the owner has ended."""
@@ -177,23 +189,6 @@ class JsonEvents:
             os.kill(self._owner, 0)
         except ProcessLookupError:
             raise WsiFlError("the process that started this one is gone") from None
-
-
-class PrivateEvents(JsonEvents):
-    """Progress of a real hospital as JSON lines: its name and completed rounds, nothing derived from records."""
-
-    def __init__(self, write_log: Callable[[str], None], owner: int | None = None) -> None:
-        super().__init__(owner)
-        self._write_log = write_log
-
-    def update(self, part: str, done: float, total: float, note: str = "") -> None:
-        super().update(part, int(done), total)
-
-    def print_message(self, text: str, *, public: bool = False) -> None:
-        if public:
-            super().print_message(text)
-        else:
-            self._write_log(text.strip())
 
 
 def emit_event(document: dict[str, Any]) -> None:

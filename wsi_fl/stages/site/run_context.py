@@ -62,7 +62,7 @@ class RunContext:
     @staticmethod
     def create(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> RunContext:
         """Read the files of the participating sites; stores are opened on demand."""
-        folder = run or RunFolder(study.runs_path / "dry-run")
+        study, folder = study.freeze_sites(), run or RunFolder(study.runs_path / "dry-run")
         single = find_method(method, pipeline).payload.is_single_release
         all_sites = study.load_sites(pipeline)
         left_out = pipeline.train.left_out
@@ -205,17 +205,16 @@ def restore_study(study: Study, run: RunFolder, *, is_resumed: bool = False) -> 
     Of `allow` and `max_epsilon` the stricter holds, so that a hospital can withdraw permissions. A resumed run is
     refused where a site has a smaller δ now.
     """
+    study = study.freeze_sites()
     restored = study.pin_run(run.path)
     for site_file in sorted(run.path.glob(f"sites/*/{SITE_FILE}")):
         name = site_file.parent.name
-        initial_site, changed = restored.load_site_snapshot(name), restored.find_changed_settings(name)
-        if changed and count_ranks() is None:
+        if not (changed := restored.find_changed_settings(name)):
+            continue
+        if count_ranks() is None:
             words = "; ".join(changed)
             print_message(f"  sites/{name}.toml has changed since the run began: {words}; the stricter holds", "yellow")
-        initial_delta, current_delta = (
-            initial_site.delta if initial_site else None,
-            study.load_site(name).delta if changed else None,
-        )
+        initial_delta, current_delta = restored.load_site(name).delta, study.load_site(name).delta
         if is_resumed and initial_delta is not None and current_delta is not None and current_delta < initial_delta:
             raise UsageError(
                 f"sites/{name}.toml: delta = {current_delta:g} is below the {initial_delta:g} of this run; "

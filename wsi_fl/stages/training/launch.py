@@ -144,52 +144,53 @@ def run_ranks(
     log_start = log.stat().st_size if log.exists() else 0
     if note := describe_threads(len(sites)):
         watcher.print_message(f"  {note}")
+    environment = rank_environment(len(sites)) | {LAUNCHER: str(os.getpid())}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     with (
         log.open("ab") as log_file,
         _signals_interrupt(),
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=log_file,
-            stdin=subprocess.DEVNULL,
-            env=rank_environment(len(sites)) | {LAUNCHER: str(os.getpid())},
-            start_new_session=True,
-        ) as process,
+        subprocess.Popen(command, stderr=log_file, env=environment, start_new_session=True, **streams) as process,
     ):
         assert process.stdout is not None
         ranks = _Ranks(watcher, timeout_s)
         reader = Thread(target=ranks.follow_events, args=(process.stdout,), daemon=True)
         reader.start()
-        try:
-            hanging: dict[str, str] = {}
-            while process.poll() is None and not hanging:
-                time.sleep(_POLL_S)
-                hanging = ranks.find_hanging()
-                if ranks.is_deadlocked():
-                    raise WsiFlError(f"the sites wait for each other; continue with `{resume}`")
-            if hanging:
-                ranks.kill(hanging)  # MPI can end the others only after these
-            _end_process(process)
-        except KeyboardInterrupt:
-            raise WsiFlError(f"interrupted; continue with `{resume}`") from None
-        finally:
-            _end_process(process)
-        code = process.returncode
+        hanging = _wait_for_ranks(process, ranks, resume)
         reader.join(timeout=5)
-    lost = hanging or (ranks.find_killed(log.read_bytes()[log_start:]) if code else {})
-    if lost:
+    output = log.read_bytes()[log_start:]
+    if lost := hanging or (ranks.find_killed(output) if process.returncode else {}):
         raise SitesLost(lost)
-    if ranks.failures:
-        kind = UsageError if ranks.failures[0].get("usage") else WsiFlError
-        raise kind(ranks.failures[0]["error"])
-    if code and not ranks.has_begun:
-        reason = launcher_reason(log.read_bytes()[log_start:].decode(errors="replace"))
-        raise WsiFlError(
-            f"no site's process began: {reason} (mpiexec exit code {code}, see {log}); `wsi-fl doctor` tries MPI by "
-            "itself, and --backend local trains without it"
-        )
-    if code:
-        raise WsiFlError(f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`")
+    ranks.raise_failure()
+    if process.returncode:
+        raise WsiFlError(_describe_exit(process.returncode, output, log, resume, has_begun=ranks.has_begun))
+
+
+def _wait_for_ranks(process: subprocess.Popen[bytes], ranks: _Ranks, resume: str) -> dict[str, str]:
+    """Wait until a job has ended; return the sites that hung, for which it was ended, with reasons."""
+    hanging: dict[str, str] = {}
+    try:
+        while process.poll() is None and not hanging:
+            time.sleep(_POLL_S)
+            hanging = ranks.find_hanging()
+            if ranks.is_deadlocked():
+                raise WsiFlError(f"the sites wait for each other; continue with `{resume}`")
+        if hanging:
+            ranks.kill(hanging)  # MPI can end the others only after these
+    except KeyboardInterrupt:
+        raise WsiFlError(f"interrupted; continue with `{resume}`") from None
+    finally:
+        _end_process(process)
+    return hanging
+
+
+def _describe_exit(code: int, output: bytes, log: Path, resume: str, *, has_begun: bool) -> str:
+    """Describe the end of a job without a reason from its ranks, given the output of MPI's launcher."""
+    if has_begun:
+        return f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`"
+    return (
+        f"no site's process began: {launcher_reason(output.decode(errors='replace'))} (mpiexec exit code {code}, see "
+        f"{log}); `wsi-fl doctor` tries MPI by itself, and --backend local trains without it"
+    )
 
 
 class _Ranks:
@@ -234,6 +235,12 @@ class _Ranks:
                 self._watcher.print_message(event["say"])
             if "part" in event:
                 self._watcher.update(event["part"], event["done"], event["total"], event["note"])
+
+    def raise_failure(self) -> None:
+        """Raise the first failure that a rank reported, if any."""
+        if self.failures:
+            kind = UsageError if self.failures[0].get("usage") else WsiFlError
+            raise kind(self.failures[0]["error"])
 
     def find_hanging(self) -> dict[str, str]:
         """Return the sites later than the timeout and without a sign of life for half of it, with reasons."""

@@ -36,16 +36,7 @@ def compute_privacy(
 
     Given a target and a batch size, it is the least σ; without a batch size, the planner proposes one.
     """
-    if (sigma is None) == (target_epsilon is None):
-        raise UsageError(
-            "give one of --sigma and --target-epsilon, not both"
-            if sigma is not None
-            else "give --sigma or --target-epsilon"
-        )
-    if not _MIN_DELTA <= delta < 1:
-        raise UsageError(f"--delta {delta:g}: give a probability from {_MIN_DELTA:g} to below 1, such as 1e-5")
-    if sigma is not None and not (sigma == 0 or sigma >= MIN_SIGMA):
-        raise UsageError(f"--sigma {sigma:g}: use 0 for no noise, or at least {MIN_SIGMA:g}")
+    _check_options(delta, sigma, target_epsilon)
     if batch_size is not None and batch_size > n:
         raise UsageError(f"--batch-size {batch_size} is more than the {n} rows of --n")
     options: list[BudgetProposal] = []
@@ -83,6 +74,19 @@ def compute_privacy(
         ],
         "group": {"rows": group, "epsilon": patient_epsilon} if group else None,
     }
+
+
+def _check_options(delta: float, sigma: float | None, target_epsilon: float | None) -> None:
+    if (sigma is None) == (target_epsilon is None):
+        raise UsageError(
+            "give one of --sigma and --target-epsilon, not both"
+            if sigma is not None
+            else "give --sigma or --target-epsilon"
+        )
+    if not _MIN_DELTA <= delta < 1:
+        raise UsageError(f"--delta {delta:g}: give a probability from {_MIN_DELTA:g} to below 1, such as 1e-5")
+    if sigma is not None and not (sigma == 0 or sigma >= MIN_SIGMA):
+        raise UsageError(f"--sigma {sigma:g}: use 0 for no noise, or at least {MIN_SIGMA:g}")
 
 
 def privacy_lines(document: dict[str, Any]) -> Lines:

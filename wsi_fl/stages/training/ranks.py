@@ -22,43 +22,33 @@ from wsi_fl.federation.site_state import Site
 from wsi_fl.report.formatting import SCORES
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import append_note, hold_site_lock
-from wsi_fl.stages.runtime.console import (
-    JsonEvents,
-    PrivateEvents,
-    PrivateProgress,
-    SilentProgress,
-    Watcher,
-    describe_failure,
-    emit_event,
-)
+from wsi_fl.stages.runtime.console import JsonEvents, SilentProgress, Watcher, describe_failure, emit_event
 from wsi_fl.stages.site.privacy_account import compute_group
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.build_sites import (
+from wsi_fl.stages.training.build_sites import build_recipe, build_site
+from wsi_fl.stages.training.checks import check_budgets
+from wsi_fl.stages.training.launch import hint_resume
+from wsi_fl.stages.training.resume import RunRequest, record_site_files, select_run
+from wsi_fl.stages.training.site_preflight import (
     build_preflight,
-    build_schedule,
-    build_site,
     describe_disclosures,
     require_signed_model,
     store_decisions,
 )
-from wsi_fl.stages.training.checks import check_budgets
-from wsi_fl.stages.training.launch import hint_resume
-from wsi_fl.stages.training.resume import RunRequest, select_run
 from wsi_fl.stages.training.summary import Summary, SummaryRow, build_row, build_summary
-from wsi_fl.study.folder import Study
+from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.toml import dump_toml
+from wsi_fl.study.site_file import SiteFile
 from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, UsageError, WsiFlError
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> Summary:
     """Run the part of a run for the sites of `comm`; all ranks return the same summary."""
-    start = time.perf_counter()
+    start, study = time.perf_counter(), study.freeze_sites()
     run.refuse_changed_settings()
-    names = RunContext.restore(study.pin_run(run.path), run).names
-    for index in comm.sites:
-        run.site_folder(names[index]).record_site_file(dump_toml(study.load_site(names[index])))
+    names = load_run_pipeline(run.path / "config.toml").sites or []
+    record_site_files(study, run, [names[index] for index in comm.sites])
     with RunContext.restore(study.pin_run(run.path), run) as initial_context:
         context = initial_context.hooks.sync_releases(initial_context, comm)
         rows = _train_sites(context, comm, watcher)
@@ -71,6 +61,40 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
 def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[SummaryRow]:
     """Run preflight and loop; return the rows of all sites."""
     sites = [build_site(context, index) for index in comm.sites]
+    _run_preflight(context, sites, comm, watcher)
+    method = context.method
+    with ExitStack() as stack:
+        for site in sites:  # one job per run: two would send two noisy versions of a round
+            stack.enter_context(hold_site_lock(site.folder.path))
+        for site in sites:
+            store_decisions(site)
+            if notice := describe_disclosures(site, method):
+                watcher.print_message(f"  {notice}")
+                site.folder.log(notice)
+        context.hooks.before_rounds(context, sites, comm, watcher)
+        report, recipe = _make_reporter(sites, context.pipeline, watcher), build_recipe(context)
+        loop.run(sites, recipe, comm, report)
+        CrossSiteScoring(  # of exchanged models, where test sets stay at their hospitals
+            sites,
+            method,
+            comm,
+            context.names,
+            classes=tuple(context.open_data(sites[0].name).classes),
+            rounds=recipe.rounds,
+            masked=recipe.colluding is not None,
+            is_isolated=not context.may_merge,
+            reporting_sites=[site.index for site in sites if context.reports_scores(site.name)],
+            report_alive=lambda site: report({"site": site.name, "round": recipe.rounds, "step": 1, "steps": 1}),
+        ).run()
+        context.hooks.after_rounds(context, sites, comm)
+    rows = comm.gather([build_row(site) for site in sites], SummaryRow, patient=True)
+    for site in sites:
+        site.folder.write_account(site.ledger.summary() | {"group": compute_group(site)})
+    return rows
+
+
+def _run_preflight(context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
+    """Record what the sites begin with, compare their settings with all others', and note their numbers of units."""
     for site in sites:
         data = context.open_data(site.name)
         site.folder.record_store(data.digest(), data.describe_store())
@@ -81,44 +105,17 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
     documents = comm.gather(local_documents, preflight.PreflightDocument)
     preflight.compare_sites(documents)  # after the statistics were synchronised
     digests = {name: statistics.digest for name, statistics in context.statistics.items()}
-    for site in sites if digests else ():
-        site.folder.record_statistics_digests(digests)
+    for site in sites:
+        if digests:
+            site.folder.record_statistics_digests(digests)
+        site.announced_units = {
+            index: (document["units"], document["sigma"])
+            for index, document in zip(comm.running, documents, strict=True)
+        }
     limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
     warning = check_budgets(documents, limits, context.pipeline.train.rounds)
     if warning and comm.running[0] in comm.sites:
         watcher.print_message(f"  {warning}", public=True)
-    method = context.method
-    with ExitStack() as stack:
-        for site in sites:  # one job per run: two would send two noisy versions of a round
-            stack.enter_context(hold_site_lock(site.folder.path))
-        for site in sites:
-            site_documents = zip(comm.running, documents, strict=True)
-            site.announced_units = {index: (document["units"], document["sigma"]) for index, document in site_documents}
-            store_decisions(site)
-            if notice := describe_disclosures(site, method):
-                watcher.print_message(f"  {notice}")
-                site.folder.log(notice)
-        context.hooks.before_rounds(context, sites, comm, watcher)
-        report, schedule = _make_reporter(sites, context.pipeline, watcher), build_schedule(context)
-        rounds = schedule.rounds
-        loop.run(sites, method, schedule, comm, report)
-        CrossSiteScoring(  # of exchanged models, where test sets stay at their hospitals
-            sites,
-            method,
-            comm,
-            context.names,
-            classes=tuple(context.open_data(sites[0].name).classes),
-            rounds=rounds,
-            masked=schedule.colluding is not None,
-            is_isolated=not context.may_merge,
-            reporting_sites=[site.index for site in sites if context.reports_scores(site.name)],
-            report_alive=lambda site: report({"site": site.name, "round": rounds, "step": 1, "steps": 1}),
-        ).run()
-        context.hooks.after_rounds(context, sites, comm)
-    rows = comm.gather([build_row(site) for site in sites], SummaryRow, patient=True)
-    for site in sites:
-        site.folder.write_account(site.ledger.summary() | {"group": compute_group(site)})
-    return rows
 
 
 def _note_preflight(context: RunContext, name: str, document: preflight.PreflightDocument) -> None:
@@ -137,14 +134,14 @@ def _note_preflight(context: RunContext, name: str, document: preflight.Prefligh
 def run_rank(run_path: Path) -> None:
     """Run the process of a rank: errors become a single event, and end all ranks."""
     run = RunFolder(run_path)
-    study = Study(run_path.parent.parent)
+    study = Study(run_path.parent.parent).freeze_sites()
     context = RunContext.restore(study.pin_run(run.path), run)
     names, pipeline = context.names, context.pipeline
     owner = int(os.environ[launch.LAUNCHER]) if launch.LAUNCHER in os.environ else None
 
     def report_alive() -> None:
         events.check_owner()
-        emit_event({"site": local_site})
+        emit_event({"site": site.name})
 
     comm = MpiComm(
         pipeline.comm.timeout_s,
@@ -152,30 +149,28 @@ def run_rank(run_path: Path) -> None:
         len(names),
         tuple(names),
         report_waiting=report_alive,
-        report_late=lambda sites: emit_event({"site": local_site, "late": [names[k] for k in sites]}),
+        report_late=lambda sites: emit_event({"site": site.name, "late": [names[k] for k in sites]}),
     )
-    local_site = names[comm.sites[0]]
-    events = (
-        PrivateEvents(run.site_folder(local_site).log, owner) if study.load_site(local_site).real else JsonEvents(owner)
-    )
-    emit_event({"site": local_site, "pid": os.getpid(), "host": socket.gethostname()})
+    site = context.sites[comm.sites[0]]
+    events = JsonEvents(owner, run.site_folder(site.name).log if site.real else None)
+    emit_event({"site": site.name, "pid": os.getpid(), "host": socket.gethostname()})
 
     def report_error(text: str, usage: bool) -> None:
         emit_event({"error": text, "usage": usage})
-        if not study.load_site(local_site).real:
+        if not site.real:
             traceback.print_exc()  # into mpi.log
 
     def run_work(run: RunFolder) -> Summary:
         with hint_resume(study, run):
             return work_as_rank(study, run, comm, events)
 
-    _run_guarded(comm, study, local_site, lambda: run, run_work, report_error)
+    _run_guarded(comm, study, site, lambda: run, run_work, report_error)
 
 
 def _run_guarded(
     comm: Comm,
     study: Study,
-    local_site: str,
+    site: SiteFile,
     find_run: Callable[[], RunFolder],
     work: Callable[[RunFolder], Summary],
     report_error: Callable[[str, bool], None],
@@ -184,11 +179,11 @@ def _run_guarded(
 
     A real hospital discloses no reason, as it may name slides, and they patients.
     """
-    run, real = None, study.load_site(local_site).real
+    run, real = None, site.real
     try:
         with warnings.catch_warnings():
             if real:  # warnings name local files, and others see standard error
-                warnings.showwarning = partial(_note_warning, study.runs_path / f"{local_site}.log")
+                warnings.showwarning = partial(_note_warning, study.runs_path / f"{site.name}.log")
             run = find_run()
             return work(run)
     except Interrupted:  # no failure here: the caller begins again
@@ -199,13 +194,13 @@ def _run_guarded(
         text = describe_failure(error, study.runs_path)
         if real:
             begun = (
-                run is not None and run.site_folder(local_site).list_checkpoints()
+                run is not None and run.site_folder(site.name).list_checkpoints()
             )  # otherwise its folder will be removed
-            log = run.site_folder(local_site).log_path if run and begun else study.runs_path / f"{local_site}.log"
+            log = run.site_folder(site.name).log_path if run and begun else study.runs_path / f"{site.name}.log"
             with suppress(OSError):
                 append_note(log, f"{text}\n{traceback.format_exc()}")
             if not is_public:
-                text = f"site {local_site} failed; its own log says why ({study.relative_path(log)})"
+                text = f"site {site.name} failed; its own log says why ({study.relative_path(log)})"
         with suppress(OSError):  # the reader has ended
             report_error(text, kind is UsageError)
             sys.stderr.flush()
@@ -233,18 +228,16 @@ def take_part(context: RunContext, comm: Comm, request: RunRequest) -> Summary:
 
     The sites agree on the run (`select_run`). A failure is reported in one line and ends the job everywhere.
     """
-    study, local_site = context.study, context.names[comm.sites[0]]
+    study, site = context.study, context.sites[comm.sites[0]]
 
     def report_error(text: str, _: bool) -> None:
         print(f"wsi-fl: error: {text}", file=sys.stderr)
 
     def run_work(run: RunFolder) -> Summary:
-        watcher = (
-            PrivateProgress(run.site_folder(local_site).log) if study.load_site(local_site).real else SilentProgress()
-        )
-        return work_as_rank(study, run, comm, watcher)
+        log = run.site_folder(site.name).log if site.real else None
+        return work_as_rank(study, run, comm, SilentProgress(log))
 
-    return _run_guarded(comm, study, local_site, lambda: select_run(context, request, comm), run_work, report_error)
+    return _run_guarded(comm, study, site, lambda: select_run(context, request, comm), run_work, report_error)
 
 
 def _make_reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop._Report:

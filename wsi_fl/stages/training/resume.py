@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -337,6 +337,12 @@ def describe_run(
     )
     # last, so that the manifest is there by then
     write_text(run.path / "config.toml", settings)
+
+
+def record_site_files(study: Study, run: RunFolder, names: Iterable[str]) -> None:
+    """Store the files of these sites in a run as they are when it begins."""
+    for name in names:
+        run.site_folder(name).record_site_file(dump_toml(study.load_site(name)))
 
 
 def _read_git_commit(folder: Path) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypedDict
 
 import numpy as np
@@ -20,6 +22,7 @@ from wsi_fl.privacy.gradients import trainable_parameters
 from wsi_fl.privacy.guarantee import reportable_max_tpr
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.report.formatting import describe_worst_detection
+from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
 from wsi_fl.stages.site.privacy_account import (
     Group,
@@ -30,8 +33,9 @@ from wsi_fl.stages.site.privacy_account import (
     list_mechanisms,
 )
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training.build_sites import build_preflight, build_schedule, build_site
+from wsi_fl.stages.training.build_sites import build_recipe, build_site
 from wsi_fl.stages.training.checks import check_budgets, check_run, report_doubts
+from wsi_fl.stages.training.site_preflight import build_preflight
 from wsi_fl.study.folder import Study
 from wsi_fl.system.machine import peak_bytes
 from wsi_fl.types import Images
@@ -86,7 +90,11 @@ def dry_run(
 ) -> _RunCost:
     """Return the cost of a run after a preflight: ε of each site, memory and time from a few timed steps."""
     name = study.pipeline_name(pipeline_name)
-    with RunContext.create(study, study.load_pipeline(name, overrides), method) as context:
+    pipeline = study.load_pipeline(name, overrides)
+    with (
+        TemporaryDirectory() as folder,  # sites log remarks in their run
+        RunContext.create(study, pipeline, method, RunFolder(Path(folder) / "dry-run")) as context,
+    ):
         check_run(context, backend)
         report_doubts(context)
         assembled = [build_site(context, index) for index in context.running_locally]
@@ -119,15 +127,15 @@ def _measure_cost(site: Site, context: RunContext, affordable: int) -> _SiteCost
     units = np.unique(site.units.of_row)[:batch_size]
     stream = CipherStream.from_entropy()
     rows = [site.units.draw_rows(units, stream)] * (_TIMED_STEPS + 1)
-    schedule = build_schedule(context)
+    recipe = build_recipe(context)
     image_batches = load_batches(
-        site.training_examples(), iter(rows), augment=schedule.make_augment(stream), device=site.device, draws=stream
+        site.training_examples(), iter(rows), augment=recipe.make_augment(stream), device=site.device, draws=stream
     )
     start = 0.0
     for number, batch in enumerate(site.units.attach_units(image_batches, rows, site.device)):
         if number == 1:  # the first step warms up
             start = time.perf_counter()
-        context.method.step(site.learners, batch, schedule.weights, stream)
+        context.method.step(site.learners, batch, recipe.weights, stream)
         if local_learner := site.learners.get(LOCAL):
             take_supervised_step(local_learner, batch, stream)
     per_step = (time.perf_counter() - start) / _TIMED_STEPS

@@ -18,7 +18,7 @@ from wsi_fl.stages.site.privacy_account import costs_epsilon, describe_spending
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check_run, report_doubts
-from wsi_fl.stages.training.resume import RunRequest, describe_run, note_participants, open_run
+from wsi_fl.stages.training.resume import RunRequest, describe_run, note_participants, open_run, record_site_files
 from wsi_fl.stages.training.summary import Summary, load_summary
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
@@ -196,6 +196,7 @@ def _start_run(context: RunContext, backend: str, watcher: Watcher) -> Summary:
         with launch.hint_resume(study, run):
             return work_as_rank(study, run, comm, watcher)
     resume_hint = launch.resume_command(study, run)
+    record_site_files(study, run, [names[k] for k in context.running_locally])  # ranks read these
     while True:
         running = [names[k] for k in context.running_locally]
         try:

@@ -1,0 +1,163 @@
+"""The participants of a run: what each site brings, and how it joins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from wsi_fl.data.cohort import Cohort, draw_epoch_rows, load_batches
+from wsi_fl.data.privacy_units import Canaries, PrivacyUnits
+from wsi_fl.data.validation import COMMON, LOCAL
+from wsi_fl.federation.methods import Role
+from wsi_fl.federation.recipe import Recipe
+from wsi_fl.federation.site_state import Buffer, Site
+from wsi_fl.learning.local_models import build_learner, fit_local_models, is_linear_head
+from wsi_fl.learning.local_training import DPSettings, Learner, take_supervised_step
+from wsi_fl.learning.tuning import HyperParameters
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.privacy_plan import PrivacyPlan
+from wsi_fl.runs.site_folder import SiteFolder
+
+
+class MakeModel(Protocol):
+    """A factory of a site's models by role."""
+
+    def __call__(self, role: str, *, common: bool) -> nn.Module:
+        """Return a fresh model; a private model has the site's architecture and start unless `common`."""
+        ...
+
+
+class ChooseEngine(Protocol):
+    """A choice of how the per-example gradients of a model are summed."""
+
+    def __call__(self, role: str, model: nn.Module, *, common: bool) -> str | None:
+        """Return an engine of DP-SGD; None for the model's default."""
+        ...
+
+
+@dataclass(frozen=True)
+class Participant:
+    """What a site brings to a run, read once.
+
+    Attributes:
+        train, validation, tests: its examples; validation None for none, tests by "own" (local) and "merged" (pooled).
+        units: privacy units, rows or patients, canaries included.
+        ledger: the account of its spending and releases, opened under its terms.
+        plan: noise and cost of a round; None without differential privacy.
+        canaries: among its training examples, for an audit; None for none.
+        buffer: synthetic samples, which it releases; None for none.
+        receives: whether it has no labels: it trains and sends nothing, and receives.
+        returning: whether it returns after a dropout, and waits for a share of the others' mass.
+    """
+
+    name: str
+    train: Cohort
+    n_classes: int
+    units: PrivacyUnits
+    ledger: PrivacyLedger
+    plan: PrivacyPlan | None
+    folder: SiteFolder
+    make_model: MakeModel
+    choose_engine: ChooseEngine
+    validation: Cohort | None = None
+    tests: Mapping[str, Cohort] = field(default_factory=dict)
+    canaries: Canaries | None = None
+    buffer: Buffer | None = None
+    receives: bool = False
+    returning: bool = False
+
+
+def join(participant: Participant, recipe: Recipe, index: int, device: torch.device) -> Site:
+    """Return the state of a participant before the first round: its models made, and local ones fitted.
+
+    A site without labels has only the models that all sites have alike. An exchanged or DP model is not tuned; a linear
+    head as local baseline is fitted in any case.
+    """
+    method = recipe.method
+    roles = {role: row for role, row in method.learners.items() if role in COMMON or not participant.receives}
+    if method.has_local_baseline and recipe.local_baseline and not participant.receives:
+        roles[LOCAL] = Role(dp=False)
+    learners = {role: _make_learner(participant, recipe, role, row, device) for role, row in roles.items()}
+    local_learners = {
+        role: learners[role]
+        for role in (LOCAL, "private")
+        if role in learners
+        and not (learners[role].is_private or role == method.mixing_role)
+        and (recipe.tune or (role == LOCAL and is_linear_head(learners[role].model)))
+    }
+    fit = fit_local_models(
+        local_learners,
+        participant.train,
+        _local_hyperparameters(recipe),
+        lambda model, settings, train: build_learner(
+            model, settings, train, participant.n_classes, device, bfloat16=recipe.bfloat16
+        ),
+        partial(_train_alone, recipe),
+        folds=recipe.tuning_folds,
+    )
+    site = Site(
+        index=index,
+        name=participant.name,
+        learners={**learners, **fit.learners},
+        train=participant.train,
+        tests=participant.tests,
+        ledger=participant.ledger,
+        folder=participant.folder,
+        device=device,
+        plan=participant.plan,
+        units=participant.units,
+        n_classes=participant.n_classes,
+        held_out=fit.held_out,
+        tuned_settings=fit.settings,
+        validation=participant.validation,
+        canaries=participant.canaries,
+        receives=participant.receives,
+        returning=participant.returning,
+        buffer=participant.buffer,
+    )
+    for role, learner in site.learners.items():
+        if role in (*COMMON, method.mixing_role):
+            method.payload.load_rows(learner, site.train)
+    return site
+
+
+def _make_learner(participant: Participant, recipe: Recipe, role: str, row: Role, device: torch.device) -> Learner:
+    """Return the learner of a role, with the noise of the plan where it has differential privacy."""
+    plan, exchanged = participant.plan, role == recipe.method.mixing_role
+    model = participant.make_model(role, common=row.common)
+    dp = None
+    if row.dp and plan is not None:
+        engine = participant.choose_engine(role, model, common=row.common)
+        dp = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit, engine)
+    defaults = _local_hyperparameters(recipe)
+    return build_learner(
+        model,
+        replace(defaults, lr=recipe.lr) if dp is not None or exchanged else defaults,
+        participant.train,
+        participant.n_classes,
+        device,
+        bfloat16=recipe.bfloat16,
+        dp=dp,
+        build_trainer=recipe.method.payload.build_trainer if exchanged else None,
+    )
+
+
+def _local_hyperparameters(recipe: Recipe) -> HyperParameters:
+    """Return the hyperparameters of models that stay at their site and have no noise."""
+    return HyperParameters(recipe.local_lr or recipe.lr, recipe.weight_decay, recipe.balance)
+
+
+def _train_alone(recipe: Recipe, learner: Learner, examples: Cohort) -> None:
+    """Train a model without noise on examples, for all epochs of a run."""
+    stream = CipherStream.from_seed(recipe.seed, "tuning")
+    augment, epochs = recipe.make_augment(stream), recipe.rounds * recipe.epochs_per_round
+    rows = draw_epoch_rows(len(examples), recipe.batch_size, epochs, sampler=stream)
+    draws = stream if recipe.draws_patches else None
+    for batch in load_batches(examples, rows, augment=augment, device=learner.device, draws=draws):
+        take_supervised_step(learner, batch, stream)
