@@ -20,7 +20,7 @@ from training_runs import answers
 from wsi_fl.data.cross_site_counts import MIN_EXAMPLES
 from wsi_fl.data.survival import compute_risk, kaplan_meier
 from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, score_intervals
-from wsi_fl.evidence.clinical_measures import describe_clinically
+from wsi_fl.evidence.clinical import describe_clinically
 from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.report.cross_site_section import render_coordinator
 from wsi_fl.runs.run_folder import RunFolder

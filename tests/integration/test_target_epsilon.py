@@ -6,13 +6,13 @@ import pytest
 from conftest import REAL, interrupted_after, make_study, nightly, refused, write_store
 from file_changes import edit, site_file
 
-from wsi_fl.evidence.compare_runs import FinishedRun
 from wsi_fl.federation import participant
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site import privacy_account
 from wsi_fl.stages.site.privacy_account import build_terms, plan_round
+from wsi_fl.stages.training.finished_runs import FinishedRun
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 

@@ -66,14 +66,10 @@ GROUPS = {
     "Start": ("doctor", "init", "config"),
     "Prepare": ("tile", "features", "import"),
     "Train": ("train", "privacy"),
-    "Results": ("evaluate", "predict", "compare", "report", "export"),
+    "Results": ("evaluate", "predict", "report", "export"),
 }
 """The core's commands that --help shows, by group; docs/reference/commands.md has the same groups."""
-MORE = {
-    "Start": ("bench",),
-    "Prepare": ("mosaic", "check", "encoders", "partition", "pack"),
-    "Results": ("clinical", "plan-size", "audit"),
-}
+MORE = {"Prepare": ("mosaic", "check", "encoders", "partition", "pack")}
 """Those that work and are not shown, as docs/reference/commands.md lists them in its groups."""
 
 app = typer.Typer(
@@ -126,14 +122,13 @@ def show_config(
     print_document({"keys": find_keys(key)}, as_json, render_key_lines)
 
 
-_QUICK_COMMANDS = (prepare.create_study, training.plan_size, training.plan_privacy, show_config)
+_QUICK_COMMANDS = (prepare.create_study, training.plan_privacy, show_config)
 """Commands that start at once; all others take longer than a second to import."""
 
 _COMMANDS: dict[str, Any] = {
     "doctor": check_machine,
     "init": prepare.create_study,
     "config": show_config,
-    "bench": training.run_benchmark,
     "tile": prepare.tile_sites,
     "features": prepare.encode_features,
     "import": prepare.import_features,
@@ -147,11 +142,7 @@ _COMMANDS: dict[str, Any] = {
     "privacy": training.plan_privacy,
     "evaluate": training.evaluate,
     "predict": training.predict,
-    "compare": training.compare_runs,
     "report": training.write_report,
-    "clinical": training.report_clinical,
-    "plan-size": training.plan_size,
-    "audit": training.audit_run,
 }
 _VISIBLE_COMMANDS = {name for names in GROUPS.values() for name in names}
 

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.evidence.attacks import INTERVAL_QUANTILES, RankedScores, resample_clusters, share_interval
-
 Probabilities = NDArray[np.float64]
 Labels = NDArray[np.int64]
 
@@ -25,10 +23,69 @@ Weights = NDArray[np.int32]
 Measure = Callable[[Weights], Mapping[str, NDArray[np.float64]]]
 """Weights → every score by name, float64[b]; NaN where it cannot be computed."""
 
+INTERVAL_QUANTILES = [(1 - 0.95) / 2, (1 + 0.95) / 2]
+"""The quantiles at the ends of a 95 % interval."""
 _TOP_SHARE = 0.1
 """Share of a slide's patches, the highest, averaged for its score."""
 _MAX_WEIGHTS = 1 << 20
 """Weights held at a time while intervals are computed."""
+
+
+class RankedScores:
+    """Scores of n examples, sorted once for the AUROCs of q targets under any weights; ties count half.
+
+    Args:
+        positive: bool[n, q], whether an example is positive for each target.
+        scores: float64[n, q], higher for more probable positives.
+    """
+
+    def __init__(self, positive: NDArray[np.bool_], scores: Probabilities) -> None:
+        # arrays of all targets lie one after the other, so that one call looks up all weights
+        n_above = positive.sum(0)
+        self._target_of_positive = np.repeat(np.arange(len(n_above)), n_above)
+        self._targets, self._target_starts = np.unique(self._target_of_positive, return_index=True)
+        self._negative_starts = np.concatenate([[0], np.cumsum(len(positive) - n_above)])
+        above, below, positions = [], [], []
+        for is_positive, score, first in zip(positive.T, scores.T, self._negative_starts[:-1], strict=True):
+            positive_rows, negative_rows = (
+                rows[np.argsort(score[rows])] for rows in (np.flatnonzero(is_positive), np.flatnonzero(~is_positive))
+            )
+            above.append(positive_rows)
+            below.append(negative_rows)
+            positions.append(
+                [
+                    first + np.searchsorted(score[negative_rows], score[positive_rows], side)
+                    for side in ("left", "right")
+                ]
+            )
+        self._above, self._below = (np.concatenate(arrays).astype(np.int32) for arrays in (above, below))
+        self._positions = np.concatenate(positions, axis=1)
+
+    def compute_aurocs(self, weights: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Return the AUROC of each target, the share of pairs with the positive example above; NaN without a pair.
+
+        It is the Mann–Whitney statistic, in whole numbers up to the division. `weights`, int32[n], is the multiplicity
+        of each example.
+        """
+        # 1. how much weight the first k negative examples have
+        total = np.zeros(len(self._below) + 1, np.int32)
+        np.cumsum(np.take(weights, self._below), out=total[1:])
+        ends = total[self._negative_starts]
+        # 2. for each positive example twice the weight below it: with and without ties
+        below, up_to = np.take(total, self._positions)
+        twice = below + up_to - 2 * ends[self._target_of_positive]
+        positive_weights = np.take(weights, self._above).astype(np.float64)
+        # 3. sums by target
+        twice_wins, n_positive = (self._sum_by_target(positive_weights * twice), self._sum_by_target(positive_weights))
+        pairs = n_positive * np.diff(ends)
+        areas = np.full(len(pairs), np.nan)
+        np.divide(twice_wins / 2, pairs, out=areas, where=pairs > 0)
+        return areas
+
+    def _sum_by_target(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        sums = np.zeros(len(self._negative_starts) - 1)
+        sums[self._targets] = np.add.reduceat(values, self._target_starts)
+        return sums
 
 
 def build_class_measure(correct: NDArray[np.bool_], score: Probabilities, labels: Labels) -> Measure:
@@ -134,6 +191,29 @@ def compute_calibration(probabilities: Probabilities, labels: Labels, n_bins: in
     squared_errors = ((probabilities - one_hot) ** 2).sum(1)
     brier = (squared_errors / 2 if probabilities.shape[1] == 2 else squared_errors).mean()
     return {"ece": float(ece), "brier": float(brier), "bins": bins}
+
+
+def share_interval(share: float, n: float) -> tuple[float, float]:
+    """Return the 95 % interval of a share of n independent trials (Clopper and Pearson, 1934), n · share whole or not.
+
+    Example:
+        >>> [round(end, 3) for end in share_interval(1.0, 6)]
+        [0.541, 1.0]
+    """
+    from scipy.stats import beta
+
+    k = share * n
+    low = float(beta.ppf(INTERVAL_QUANTILES[0], k, n - k + 1)) if k > 0 else 0.0
+    return low, float(beta.ppf(INTERVAL_QUANTILES[1], k + 1, n - k)) if k < n else 1.0
+
+
+def resample_clusters(rng: np.random.Generator, clusters: NDArray[np.int64], n: int) -> NDArray[np.int32]:
+    """Return int32[rows], the multiplicity of each row in a sample of n clusters with replacement.
+
+    Args:
+        clusters: int64[rows], the number of each row's cluster.
+    """
+    return np.bincount(rng.integers(n, size=n), minlength=n).astype(np.int32)[clusters]
 
 
 ExactInterval = Callable[[str, float], list[float] | None]

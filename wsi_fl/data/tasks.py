@@ -27,8 +27,8 @@ from wsi_fl.data.metrics import (
     build_exact_interval,
     choose_classes,
     score_unweighted,
+    share_interval,
 )
-from wsi_fl.evidence.attacks import share_interval
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,19 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.data.metrics import INTERVAL_QUANTILES, RankedScores, fill_patient_names, resample_clusters, share_interval
+
 _Scores = NDArray[np.float64]
 
 _MIN_NON_MEMBERS = 1000
 """Least number of non-members for a true positive rate at a false positive rate of 1 % or less."""
 _GUESS_SHARES = (1.0, 0.5, 0.25, 0.125)
 """Shares of the canaries with a guess: fixed beforehand, each tested at a fourth of the allowed error."""
-ADJACENCY = (
-    "The guarantee concerns one record (a row, or a patient) replaced by nothing while n stays fixed; for one "
-    "record replaced by another, ε is that of a group of two."
-)
-"""The neighbouring data sets of ε; a canary's coin decides between two of them."""
-INTERVAL_QUANTILES = [(1 - 0.95) / 2, (1 + 0.95) / 2]
-"""The quantiles at the ends of a 95 % interval."""
 _MAX_EPSILON = 50.0  # an ε above any bound by canaries
 
 
@@ -42,63 +37,6 @@ def compute_auroc(members: _Scores, others: _Scores) -> float | None:
     """Return the probability of a member to score above a non-member, ties counted half; None without either."""
     (area,) = _rank_scores(members, others).compute_aurocs(np.ones(len(members) + len(others), np.int32))
     return None if np.isnan(area) else float(area)
-
-
-class RankedScores:
-    """Scores of n examples, sorted once for the AUROCs of q targets under any weights; ties count half.
-
-    Args:
-        positive: bool[n, q], whether an example is positive for each target.
-        scores: float64[n, q], higher for more probable positives.
-    """
-
-    def __init__(self, positive: NDArray[np.bool_], scores: _Scores) -> None:
-        # arrays of all targets lie one after the other, so that one call looks up all weights
-        n_above = positive.sum(0)
-        self._target_of_positive = np.repeat(np.arange(len(n_above)), n_above)
-        self._targets, self._target_starts = np.unique(self._target_of_positive, return_index=True)
-        self._negative_starts = np.concatenate([[0], np.cumsum(len(positive) - n_above)])
-        above, below, positions = [], [], []
-        for is_positive, score, first in zip(positive.T, scores.T, self._negative_starts[:-1], strict=True):
-            positive_rows, negative_rows = (
-                rows[np.argsort(score[rows])] for rows in (np.flatnonzero(is_positive), np.flatnonzero(~is_positive))
-            )
-            above.append(positive_rows)
-            below.append(negative_rows)
-            positions.append(
-                [
-                    first + np.searchsorted(score[negative_rows], score[positive_rows], side)
-                    for side in ("left", "right")
-                ]
-            )
-        self._above, self._below = (np.concatenate(arrays).astype(np.int32) for arrays in (above, below))
-        self._positions = np.concatenate(positions, axis=1)
-
-    def compute_aurocs(self, weights: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Return the AUROC of each target, the share of pairs with the positive example above; NaN without a pair.
-
-        It is the Mann–Whitney statistic, in whole numbers up to the division. `weights`, int32[n], is the multiplicity
-        of each example.
-        """
-        # 1. how much weight the first k negative examples have
-        total = np.zeros(len(self._below) + 1, np.int32)
-        np.cumsum(np.take(weights, self._below), out=total[1:])
-        ends = total[self._negative_starts]
-        # 2. for each positive example twice the weight below it: with and without ties
-        below, up_to = np.take(total, self._positions)
-        twice = below + up_to - 2 * ends[self._target_of_positive]
-        positive_weights = np.take(weights, self._above).astype(np.float64)
-        # 3. sums by target
-        twice_wins, n_positive = (self._sum_by_target(positive_weights * twice), self._sum_by_target(positive_weights))
-        pairs = n_positive * np.diff(ends)
-        areas = np.full(len(pairs), np.nan)
-        np.divide(twice_wins / 2, pairs, out=areas, where=pairs > 0)
-        return areas
-
-    def _sum_by_target(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        sums = np.zeros(len(self._negative_starts) - 1)
-        sums[self._targets] = np.add.reduceat(values, self._target_starts)
-        return sums
 
 
 def _rank_scores(members: _Scores, others: _Scores) -> RankedScores:
@@ -123,61 +61,18 @@ def auroc_interval(
     Args:
         member_patients, other_patients: the patient of each row.
     """
-    (member_clusters, n_member_clusters), (other_clusters, n_other_clusters) = (
-        _number_clusters(member_patients),
-        _number_clusters(other_patients),
-    )
-    if min(n_member_clusters, n_other_clusters) < 2 or not repeats:
+    sides = [np.unique(fill_patient_names(names), return_inverse=True) for names in (member_patients, other_patients)]
+    n_patients = min(len(names) for names, _ in sides)
+    if n_patients < 2 or not repeats:
         return None
-    ranked = _rank_scores(members, others)
-    rng = np.random.default_rng(seed)
-    bootstrap_aurocs = [
-        ranked.compute_aurocs(
-            np.concatenate(
-                [
-                    resample_clusters(rng, member_clusters, n_member_clusters),
-                    resample_clusters(rng, other_clusters, n_other_clusters),
-                ]
-            )
-        )[0]
+    ranked, rng = _rank_scores(members, others), np.random.default_rng(seed)
+    draws = (
+        np.concatenate([resample_clusters(rng, clusters, len(names)) for names, clusters in sides])
         for _ in range(repeats)
-    ]
-    low, high = (float(q) for q in np.quantile(np.array(bootstrap_aurocs), INTERVAL_QUANTILES))
-    return (
-        [*share_interval(low, min(n_member_clusters, n_other_clusters))]
-        if low == high and low in (0, 1)
-        else [low, high]
     )
-
-
-def share_interval(share: float, n: float) -> tuple[float, float]:
-    """Return the 95 % interval of a share of n independent trials (Clopper and Pearson, 1934), n · share whole or not.
-
-    Example:
-        >>> [round(end, 3) for end in share_interval(1.0, 6)]
-        [0.541, 1.0]
-    """
-    from scipy.stats import beta
-
-    k = share * n
-    low = float(beta.ppf(INTERVAL_QUANTILES[0], k, n - k + 1)) if k > 0 else 0.0
-    return low, float(beta.ppf(INTERVAL_QUANTILES[1], k + 1, n - k)) if k < n else 1.0
-
-
-def _number_clusters(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:
-    """Return (cluster number of each row, number of clusters); a row without a patient is a cluster."""
-    cluster_names = [name or f"row {k}" for k, name in enumerate(names.tolist())]
-    unique_names, clusters = np.unique(cluster_names, return_inverse=True)
-    return clusters, len(unique_names)
-
-
-def resample_clusters(rng: np.random.Generator, clusters: NDArray[np.int64], n: int) -> NDArray[np.int32]:
-    """Return int32[rows], the multiplicity of each row in a sample of n clusters with replacement.
-
-    Args:
-        clusters: int64[rows], the number of each row's cluster.
-    """
-    return np.bincount(rng.integers(n, size=n), minlength=n).astype(np.int32)[clusters]
+    aurocs = [ranked.compute_aurocs(weights)[0] for weights in draws]
+    low, high = (float(q) for q in np.quantile(aurocs, INTERVAL_QUANTILES))
+    return [*share_interval(low, n_patients)] if low == high and low in (0, 1) else [low, high]
 
 
 def tpr_at_fpr(members: _Scores, others: _Scores, fpr: float) -> float | None:
@@ -192,9 +87,7 @@ def tpr_at_fpr(members: _Scores, others: _Scores, fpr: float) -> float | None:
 
 def _threshold_tpr(members: _Scores, descending: _Scores, fpr: float) -> float:
     allowed = int(np.floor(fpr * len(descending) + 1e-9))
-    if allowed >= len(descending):
-        return 1.0
-    return float((members > descending[allowed]).mean())
+    return 1.0 if allowed >= len(descending) else float((members > descending[allowed]).mean())
 
 
 def roc_points(members: _Scores, others: _Scores, n_points: int = 33) -> list[tuple[float, float]]:
@@ -387,40 +280,24 @@ def measure_exposure(
             `exact`, and `empirical_tpr` by redraws with an `interval` of 95 % or more. `beyond` names groups above the
             guarantee, with a false alarm rate of 10⁻⁶ each.
     """
-    from scipy.stats import binomtest
-
     limits = {rate: float(best_test_tpr(1 / sigma, rate)) for rate in _FALSE_POSITIVE_RATES} if sigma else {}
     noise = np.stack([draw() for _ in range(_NOISE_DRAWS)]) if draw and sigma else None
-    empirical_tpr = (
-        {rate: _empirical_tpr(parts, noise, sigma, rate) for rate in _FALSE_POSITIVE_RATES} if noise is not None else {}
-    )
+    empirical_tpr = {}
+    if noise is not None:
+        empirical_tpr = {rate: _empirical_tpr(parts, noise, sigma, rate) for rate in _FALSE_POSITIVE_RATES}
     attackers, beyond = {}, set()
     for attacker in ("others", "population"):
         mu = compute_mu(parts, sigma, others_known=attacker == "others")
-        group_masks = {"all": np.ones(len(mu), bool), "most exposed 1 %": _find_most_exposed(mu)} | dict(groups)
+        masks = {"all": np.ones(len(mu), bool), "most exposed 1 %": _find_most_exposed(mu)} | dict(groups)
         rows = []
-        for name, mask in group_masks.items():
-            rates_found: dict[str, Any] = {}
-            for rate in _FALSE_POSITIVE_RATES:
-                entry = rates_found[f"{rate:g}"] = {"exact": float(best_test_tpr(mu[mask], rate).mean())}
-                over = rate in limits and entry["exact"] > limits[rate] * (1 + 1e-5)
-                if empirical_tpr and attacker == "others":
-                    # each redraw is of all units: a share over units varies no more than that of a single unit
-                    n = _NOISE_DRAWS // 2
-                    test = binomtest(
-                        round(n * empirical_tpr[rate][mask].mean()), n, limits[rate], alternative="greater"
-                    )
-                    interval = binomtest(test.k, n).proportion_ci()
-                    entry |= {"drawn": test.k / n, "interval": [float(interval.low), float(interval.high)]}
-                    over = over or test.pvalue < _FALSE_ALARM_RATE
-                if over:
-                    beyond.add(name)
+        for name, mask in masks.items():
+            redrawn = {rate: float(tpr[mask].mean()) for rate, tpr in empirical_tpr.items() if attacker == "others"}
+            found, is_beyond = _describe_rates(mu[mask], limits, redrawn)
+            beyond |= {name} if is_beyond else set()
             median, largest = (float(m) if np.isfinite(m) else None for m in (np.median(mu[mask]), mu[mask].max()))
-            rows.append({"group": name, "n": int(mask.sum()), "median": median, "most": largest, "found": rates_found})
-        curve = [
-            [x, *(float(best_test_tpr(mu[group_masks[g]], x).mean()) for g in list(group_masks)[:2])]
-            for x in _CURVE_RATES
-        ]
+            rows.append({"group": name, "n": int(mask.sum()), "median": median, "most": largest, "found": found})
+        shown = [mu[mask] for mask in list(masks.values())[:2]]
+        curve = [[x, *(float(best_test_tpr(group_mu, x).mean()) for group_mu in shown)] for x in _CURVE_RATES]
         attackers[attacker] = {"groups": rows, "curve": curve}
     return {
         "sigma": sigma,
@@ -429,6 +306,31 @@ def measure_exposure(
         "attackers": attackers,
         "beyond": sorted(beyond),
     }
+
+
+def _describe_rates(
+    mu: _Scores, limits: Mapping[float, float], redrawn: Mapping[float, float]
+) -> tuple[dict[str, dict[str, Any]], bool]:
+    """Return the true positive rates of a group by false positive rate, and whether one is above the guarantee.
+
+    Args:
+        limits: the guarantee by rate; empty without noise.
+        redrawn: the mean true positive rate over redraws of the noise by rate; empty without.
+    """
+    from scipy.stats import binomtest
+
+    found: dict[str, dict[str, Any]] = {}
+    is_beyond = False
+    for rate in _FALSE_POSITIVE_RATES:
+        entry = found[f"{rate:g}"] = {"exact": float(best_test_tpr(mu, rate).mean())}
+        is_beyond |= rate in limits and entry["exact"] > limits[rate] * (1 + 1e-5)
+        if rate in redrawn:  # each redraw is of all units: a share over units varies no more than that of a single unit
+            n = _NOISE_DRAWS // 2
+            test = binomtest(round(n * redrawn[rate]), n, limits[rate], alternative="greater")
+            interval = binomtest(test.k, n).proportion_ci()
+            entry |= {"drawn": test.k / n, "interval": [float(interval.low), float(interval.high)]}
+            is_beyond |= test.pvalue < _FALSE_ALARM_RATE
+    return found, bool(is_beyond)
 
 
 _CURVE_RATES = tuple(float(x) for x in np.geomspace(1e-4, 1 - 1e-9, 25))

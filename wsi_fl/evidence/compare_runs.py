@@ -4,107 +4,24 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from wsi_fl.federation.methods import LOCAL_METHOD
 from wsi_fl.plugins import PAYLOAD_MODELS
-from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import NestedProgress, Watcher
-from wsi_fl.stages.site.run_context import RunContext, find_method
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import find_example_kind
 from wsi_fl.stages.site.target_labels import describe_target
-from wsi_fl.stages.training.train import SeriesMember, train
-from wsi_fl.study.folder import Study, load_run_pipeline
+from wsi_fl.stages.training.finished_runs import FinishedRun, find_finished_run, flatten_settings
+from wsi_fl.stages.training.train import train
+from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import AuditSettings, Pipeline
-from wsi_fl.study.toml import Section, toml_value
-from wsi_fl.types import UsageError, WsiFlError
-
-_CLOSED_FORM_HEADS = ("linear_head", "mean_head")
-"""Models that are fitted in closed form with `train.tune`."""
-_ROUND_SETTINGS = (
-    *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.private_lr"),
-    *("train.weight_decay", "train.balance", "model.proxy"),
-)
-"""Settings without effect on models that are fitted in closed form."""
-
-
-@dataclass(frozen=True)
-class FinishedRun:
-    """A finished run.
-
-    Attributes:
-        inputs: digest of the training store of every site here.
-        summary: the document of `train --json`.
-    """
-
-    folder: RunFolder
-    method: str
-    pipeline: Pipeline
-    inputs: Mapping[str, str]
-    summary: Mapping[str, Any]
-
-    @classmethod
-    def load(cls, path: Path) -> FinishedRun:
-        """Load the run in a folder.
-
-        Raises:
-            WsiFlError: when it is not finished.
-        """
-        folder = RunFolder(path)
-        summary, pipeline = folder.require_summary(), load_run_pipeline(path / "config.toml")
-        receivers = summary.get("inference_sites", ())
-        inputs = {name: digest for name, digest in folder.store_digests().items() if name not in receivers}
-        return cls(folder, folder.manifest["method"], pipeline, inputs, summary)
-
-    @property
-    def seed(self) -> int:
-        return self.pipeline.train.seed
-
-    @property
-    def repetition(self) -> SeriesMember:
-        """The repetition: seed, fold and left-out site."""
-        return SeriesMember.read_member(self.pipeline)
-
-    @property
-    def division(self) -> tuple[int | None, bool]:
-        """The division of patients: the number of folds, and whether a site is left out."""
-        return self.pipeline.train.folds, self.pipeline.train.left_out is not None
-
-    @property
-    def dp(self) -> bool:
-        return self.pipeline.privacy.has_noise
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return effective_settings(self.method, self.pipeline)
-
-    @property
-    def baseline_settings(self) -> dict[str, Any]:
-        """The settings of the local baseline."""
-        return effective_settings(LOCAL_METHOD, _baseline_pipeline(self.pipeline))
-
-
-def effective_settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
-    """Return the settings that affect training of this method on given stores."""
-    ignored = ["sites", "subtypes.", *find_method(method, pipeline).inert_keys]
-    for name, section in pipeline:
-        if isinstance(section, Section):
-            ignored += [f"{name}.{key}" for key in section.without_effect]
-    if not find_example_kind(pipeline).is_images:
-        ignored += ["train.augment", "train.input_px"]
-    if pipeline.train.tune and not pipeline.privacy.enabled and pipeline.model.private in _CLOSED_FORM_HEADS:
-        ignored += _ROUND_SETTINGS
-    if not pipeline.privacy.enabled:
-        ignored += ["privacy."]
-    elif pipeline.privacy.target_epsilon is not None:  # every site has its own
-        ignored += ["privacy.sigma", "train.batch_size"]
-    if pipeline.privacy.enabled and pipeline.privacy.mode == "strict":
-        ignored += ["train.beta"]
-    return {key: value for key, value in _flatten_settings(pipeline).items() if not key.startswith(tuple(ignored))}
+from wsi_fl.study.toml import toml_value
+from wsi_fl.types import UsageError
 
 
 def find_differing_settings(runs: Sequence[FinishedRun]) -> list[str]:
@@ -125,22 +42,6 @@ def find_differing_settings(runs: Sequence[FinishedRun]) -> list[str]:
     return [k for k, distinct in values.items() if len(distinct) > 1 or (k == "privacy.sigma" and distinct == [0])]
 
 
-def _flatten_settings(pipeline: Pipeline) -> dict[str, Any]:
-    """Return the settings by their keys as after `--set`."""
-    values: dict[str, Any] = {}
-    for section, content in pipeline.model_dump(by_alias=True).items():
-        keys = content if isinstance(content, dict) else {"": content}
-        values |= {f"{section}.{key}".removesuffix("."): value for key, value in keys.items()}
-    return values
-
-
-def find_finished_runs(study: Study, method: str = "*") -> Iterator[FinishedRun]:
-    """Yield the finished runs of a study, or of a method in it, the last first."""
-    for path in sorted(study.runs_path.glob(f"[0-9]*-{method}-*"), reverse=True):
-        with suppress(WsiFlError):  # unfinished, or written by another version
-            yield FinishedRun.load(path)
-
-
 def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
     """Return runs by folder, name, number, range of numbers (3-8) or pattern (*-proxyfl-*), without duplicates, in
     order.
@@ -153,34 +54,31 @@ def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
     runs = [FinishedRun.load(path) for path in paths]
     if not runs:
         raise UsageError("compare needs runs: folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*')")
-    if receiver_run := next((run for run in runs if not run.summary["sites"]), None):
-        raise UsageError(
-            f"{study.relative_path(receiver_run.folder.path)}: only a site without labels is here, with "
-            "nothing to compare"
-        )
-    first = runs[0]
-    for run in runs[1:]:
-        run_path, first_path = (study.relative_path(compared_run.folder.path) for compared_run in (run, first))
-        run_question, first_question = (describe_target(compared_run.pipeline.target) for compared_run in (run, first))
-        if run_question != first_question:
-            raise UsageError(
-                f"{run_path}: has another target ({run_question}) than {first_path} ({first_question}); "
-                "compare runs of one target"
-            )
-        if run.division != first.division:
-            raise UsageError(
-                f"{run_path}: tests other patients than {first_path}, by {_describe_division(run)} and not by "
-                f"{_describe_division(first)}; compare runs of one division"
-            )
-        if not _has_same_inputs(run, first.inputs):
-            a, b = first.inputs, run.inputs
-            names = a.keys() & b.keys() if first.division[1] else a.keys() | b.keys()
-            differing_site = next(name for name in sorted(names) if a.get(name) != b.get(name))
-            raise UsageError(
-                f"{run_path}: was trained on other {find_example_kind(run.pipeline).plural} than {first_path} (site "
-                f"{differing_site}); compare runs on the same stores"
-            )
+    for run in runs:
+        if problem := _explain_incomparable(run, runs[0], study.relative_path(runs[0].folder.path)):
+            raise UsageError(f"{study.relative_path(run.folder.path)}: {problem}")
     return runs
+
+
+def _explain_incomparable(run: FinishedRun, first: FinishedRun, first_path: str) -> str:
+    """Return the reason why a run cannot be compared with the first one; "" without one."""
+    if not run.summary["sites"]:
+        return "only a site without labels is here, with nothing to compare"
+    question, first_question = (describe_target(one.pipeline.target) for one in (run, first))
+    if question != first_question:
+        return f"has another target ({question}) than {first_path} ({first_question}); compare runs of one target"
+    if run.division != first.division:
+        return (
+            f"tests other patients than {first_path}, by {_describe_division(run)} and not by "
+            f"{_describe_division(first)}; compare runs of one division"
+        )
+    if run.has_same_inputs(first.inputs):
+        return ""
+    a, b = first.inputs, run.inputs
+    names = a.keys() & b.keys() if first.division[1] else a.keys() | b.keys()
+    differing_site = next(name for name in sorted(names) if a.get(name) != b.get(name))
+    examples = find_example_kind(run.pipeline).plural
+    return f"was trained on other {examples} than {first_path} (site {differing_site}); compare runs on the same stores"
 
 
 def _describe_division(run: FinishedRun) -> str:
@@ -188,46 +86,19 @@ def _describe_division(run: FinishedRun) -> str:
     return f"{folds} folds" if folds else "leaving a site out" if left_out else "the stores' own split"
 
 
-def _has_same_inputs(run: FinishedRun, inputs: Mapping[str, str]) -> bool:
-    """Return whether a run was trained on stores with these digests; runs with a left-out site differ in sites."""
-    if run.pipeline.train.left_out is None:
-        return run.inputs == inputs
-    return all(inputs.get(name, digest) == digest for name, digest in run.inputs.items())
-
-
 def _resolve_paths(study: Study, selection: str) -> list[Path]:
     span = re.fullmatch(r"(\d+)-(\d+)", selection)
     if span is None and not re.search(r"[*?[]", selection):
         return [study.find_run(selection)]
-    all_paths = sorted(path.parent for path in study.runs_path.glob("*/config.toml"))
+    paths = sorted(path.parent for path in study.runs_path.glob("*/config.toml"))
     if span:
-        first, last = int(span[1]), int(span[2])
-        chosen = [p for p in all_paths if (m := re.match(r"(\d+)-", p.name)) and first <= int(m[1]) <= last]
+        numbers = range(int(span[1]), int(span[2]) + 1)
+        chosen = [path for path in paths if (m := re.match(r"(\d+)-", path.name)) and int(m[1]) in numbers]
     else:
-        pattern = Path(selection).name
-        chosen = [path for path in all_paths if path.match(pattern)]
+        chosen = [path for path in paths if path.match(Path(selection).name)]
     if not chosen:
         raise UsageError(f"no run {selection!r} in {study.relative_path(study.runs_path)}/")
     return chosen
-
-
-def _is_repetition(run: FinishedRun, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> bool:
-    """Return whether a run has these settings and stores, whatever its seed or fold."""
-    return (
-        run.method == method
-        and run.pipeline.privacy.enabled == pipeline.privacy.enabled
-        and _has_same_inputs(run, inputs)
-        and run.settings == effective_settings(method, pipeline)
-    )
-
-
-def find_finished_run(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> FinishedRun | None:
-    """Return the last finished run of a method with these settings, seed and fold on these stores; None without."""
-    for run in find_finished_runs(study, method):
-        same = run.repetition == SeriesMember.read_member(pipeline) and run.division[0] == pipeline.train.folds
-        if same and _is_repetition(run, method, pipeline, inputs):
-            return run
-    return None
 
 
 def add_baseline(
@@ -239,39 +110,34 @@ def add_baseline(
     in a note where that is not wanted or impossible.
     """
     first, runs = selected[0], list(selected)
-    baseline_members = {run.repetition for run in selected if is_baseline(run, first)}
-    references = {
-        run.repetition: replace(first, pipeline=_pipeline_like(study, first.pipeline, run), inputs=run.inputs)
-        for run in sorted(selected, key=lambda run: run.repetition.sort_key)
-        if run.repetition not in baseline_members
-    }
+    given = {run.repetition for run in selected if is_baseline(run, first)}
+    references = {run.repetition: run for run in sorted(selected, key=lambda run: run.repetition.sort_key)}
     missing = []
-    for reference in references.values():
-        if (
-            run := find_finished_run(study, LOCAL_METHOD, _baseline_pipeline(reference.pipeline), reference.inputs)
-        ) is not None:
-            runs.append(run)
+    for repetition, run in references.items():
+        if repetition in given:
+            continue
+        reference = replace(first, pipeline=_pipeline_like(study, first.pipeline, run), inputs=run.inputs)
+        pipeline = baseline_pipeline(reference.pipeline)
+        if found := find_finished_run(study, LOCAL_METHOD, pipeline, reference.inputs):
+            runs.append(found)
         else:
             missing.append(reference)
     if not missing:
         return runs, []
-    member_text = _format_members(missing)
-    problem = "not asked for"
-    if train_missing:
-        problem = next(filter(None, (_explain_missing_baseline(study, reference) for reference in missing)), "")
-    if problem:
+    subject = f"The baseline of {_format_members(missing)}"
+    problem = "" if train_missing else "not asked for"
+    if problem := problem or next(filter(None, (_explain_untrainable(study, reference) for reference in missing)), ""):
         others = f", and likewise for {_format_members(missing[1:])}" if missing[1:] else ""
+        command = _training_command(*_training_recipe(study, missing[0]))
         return runs, [
-            f"The baseline of {member_text} was not trained ({problem}): "
-            f"`{_training_command(*_training_recipe(study, missing[0]))}` "
-            f"trains that of {_format_members(missing[:1])}{others}."
+            f"{subject} was not trained ({problem}): `{command}` trains that of {_format_members(missing[:1])}{others}."
         ]
     trained = [
         _train_baseline(study, reference, NestedProgress(watcher, k, len(missing)))
         for k, reference in enumerate(missing)
     ]
     names = ", ".join(study.relative_path(run.folder.path) for run in trained)
-    return [*runs, *trained], [f"The baseline of {member_text} was trained for this comparison ({names})."]
+    return [*runs, *trained], [f"{subject} was trained for this comparison ({names})."]
 
 
 def _pipeline_like(study: Study, pipeline: Pipeline, run: FinishedRun) -> Pipeline:
@@ -280,8 +146,7 @@ def _pipeline_like(study: Study, pipeline: Pipeline, run: FinishedRun) -> Pipeli
     pipeline = pipeline.replace_keys(train=run_values).model_copy(update={"sites": run.pipeline.sites})
     with RunContext.create(study, pipeline, LOCAL_METHOD) as context:
         names = [site.name for site in context.sites if context.has_store(site.name)]
-        fewer = 0 < len(names) < len(context.sites)
-    return pipeline.model_copy(update={"sites": names}) if fewer else pipeline
+        return pipeline.model_copy(update={"sites": names}) if 0 < len(names) < len(context.sites) else pipeline
 
 
 def _train_baseline(study: Study, reference: FinishedRun, watcher: Watcher) -> FinishedRun:
@@ -306,10 +171,10 @@ def _format_members(runs: Sequence[FinishedRun]) -> str:
 
 def is_baseline(run: FinishedRun, first: FinishedRun) -> bool:
     """Return whether a run is the local baseline with the settings and stores of the first run."""
-    return _is_repetition(run, LOCAL_METHOD, _baseline_pipeline(first.pipeline), first.inputs)
+    return run.repeats(LOCAL_METHOD, baseline_pipeline(first.pipeline), first.inputs)
 
 
-def _baseline_pipeline(pipeline: Pipeline) -> Pipeline:
+def baseline_pipeline(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline of the local baseline: tuned on the site's patients, without DP and canaries."""
     model = pipeline.model
     is_payload = model.proxy.split(":")[0] in PAYLOAD_MODELS  # of all sites, which a local baseline does not have
@@ -318,7 +183,7 @@ def _baseline_pipeline(pipeline: Pipeline) -> Pipeline:
     return local_pipeline.model_copy(update={"audit": AuditSettings()})
 
 
-def _explain_missing_baseline(study: Study, reference: FinishedRun) -> str:
+def _explain_untrainable(study: Study, reference: FinishedRun) -> str:
     """Return the reason why the baseline cannot be trained here; "" without one."""
     with RunContext.create(study, reference.pipeline, LOCAL_METHOD) as context:
         for site in context.sites:
@@ -338,23 +203,18 @@ def _explain_missing_baseline(study: Study, reference: FinishedRun) -> str:
 
 def _training_recipe(study: Study, reference: FinishedRun) -> tuple[str, list[str]]:
     """Return (pipeline, overrides) with the settings of a run's local baseline."""
-    target_values = _flatten_settings(_baseline_pipeline(reference.pipeline))
+    target_values = flatten_settings(baseline_pipeline(reference.pipeline))
     name = str(reference.folder.manifest["pipeline"])
     with suppress(UsageError):  # the pipeline may be gone
-        base = _flatten_settings(study.load_pipeline(name))
+        base = flatten_settings(study.load_pipeline(name))
         base["sites"] = base["sites"] or study.site_names()
         changed = {key: value for key, value in target_values.items() if value != base.get(key)}
         if None not in changed.values():
             return name, [f"{key}={toml_value(value)}" for key, value in changed.items()]
-    config_path = reference.folder.path / "config.toml"
-    fixed = ["privacy.enabled=false", "train.tune=true"]
-    run_values = {key: target_values[key] for key in ("train.seed", "train.fold", "train.left_out", "sites")}
-    if reference.repetition.left_out is None:
-        run_values.pop("sites")
-    return str(config_path), [
-        *fixed,
-        *(f"{key}={toml_value(value)}" for key, value in run_values.items() if value is not None),
-    ]
+    keys = ["privacy.enabled", "train.tune", "train.seed", "train.fold", "train.left_out"]
+    keys += ["sites"] if reference.repetition.left_out is not None else []
+    overrides = [f"{key}={toml_value(value)}" for key in keys if (value := target_values[key]) is not None]
+    return str(reference.folder.path / "config.toml"), overrides
 
 
 def _training_command(name: str, overrides: Sequence[str]) -> str:

@@ -16,6 +16,13 @@ MAX_PROTECTIVE_EPSILON = 100.0
 """The largest meaningful ε: above it no ε is reported, and content leaves only where the site allows that."""
 
 
+ADJACENCY = (
+    "The guarantee concerns one record (a row, or a patient) replaced by nothing while n stays fixed; for one "
+    "record replaced by another, ε is that of a group of two."
+)
+"""The neighbouring data sets of ε; a canary's coin decides between two of them."""
+
+
 MAX_ATTEMPTS = 3
 """Attempts at secure aggregation under one approval, the limit of what spoiled sums can make other sites spend."""
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.data.metrics import mean_and_sd
 from wsi_fl.data.survival import compute_risk, kaplan_meier, logrank_test
-from wsi_fl.evidence import audit_section, clinical_section
 from wsi_fl.report import cross_site_section, figures, formatting, inline_pictures, run_sections
 from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Bar, Chart, open_figure, render_svg
 from wsi_fl.report.formatting import Finding, Json, format_number
 from wsi_fl.report.run_sections import Page
+from wsi_fl.report.sections import SectionContext, build_sections
 from wsi_fl.report.templates import fill_template
 
 _Floats = NDArray[np.float64]
@@ -34,8 +35,11 @@ _TEST_SETS = {
 _DECISIVE = ("aggregated A", "aggregated B")
 
 
-def render_run_page(page: Page) -> str:
+def render_run_page(page: Page, run_context: Any = None) -> str:
     """Return the page as one HTML document without external files.
+
+    Args:
+        run_context: the run's `RunContext`, for sections of other packages; None for none.
 
     Raises:
         WsiFlError: when an overview is no picture.
@@ -47,6 +51,7 @@ def render_run_page(page: Page) -> str:
     many, slots = len(names) > N_COLORS, figures.assign_color_slots(names)
     colors = {name: TOKENS[f"s{slot}"] for name, slot in slots.items()}
     runs = run_sections.list_runs(page)
+    added = [] if run_context is None else build_sections(SectionContext(run_context, page, colors, slots, many))
     context = {
         "page": page,
         "names": names,
@@ -57,15 +62,15 @@ def render_run_page(page: Page) -> str:
         "evaluated": evaluated,
         "headline": run_sections.build_headline(page, len(names)),
         "privacy": run_sections.summarize_privacy(page),
-        "clinical": clinical_section.build_clinical_section(page.clinical, colors),
-        "audit": audit_section.build_audit_section(page.audit, colors),
+        "added": added,
+        "answers": {number: answer for section in added for number, answer in section.checklist.items()},
         "aggregation": _summarize_aggregation(page, colors),
         "rows": runs,
         "comparison": run_sections.plot_comparisons(page, runs, colors),
         "curves": run_sections.plot_round_curves(page, colors),
         "has_accuracy": any(line.get("own") or line.get("merged") for m in page.metrics.values() for line in m),
         "spent": run_sections.plot_epsilon(page, colors),
-        "answers": _prediction_charts(page),
+        "patient_charts": _prediction_charts(page),
         "reliability": run_sections.plot_reliabilities(evaluated, colors),
         "pooled": run_sections.sum_confusions(evaluated),
         "heats": run_sections.build_heatmaps(evaluated, page.scores[0]),

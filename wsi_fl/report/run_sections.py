@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.data.cross_site_counts import CrossSiteScores
-from wsi_fl.evidence import benefit_figure
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.report import figures, formatting
 from wsi_fl.report.figures import Chart, Points
 from wsi_fl.report.formatting import Finding, Json, format_number, is_number
+from wsi_fl.report.sections import find_benefit_measure
 
 _NUMBER_WORDS = (
     *("No", "One", "Two", "Three", "Four", "Five", "Six"),
@@ -51,10 +51,6 @@ class Page:
     """Overview pictures by site: (slide, PNG bytes)."""
     groups: Mapping[str, Json] = field(default_factory=dict)
     """Group privacy of each site's largest patient: ``list_runs``, ``epsilon`` (None beyond 1000), ``delta``."""
-    clinical: Json | None = None
-    """The document of ``clinical --json``."""
-    audit: Json | None = None
-    """The document of ``audit --json``."""
     between: CrossSiteScores | None = None
     """Cross-site scores of the released models from counts, as in ``evaluate --json``."""
     mpcpa: Json | None = None
@@ -94,7 +90,11 @@ def build_headline(page: Page, n_sites: int) -> dict[str, object]:
         "reached": has_score,
         "whose": "shared models" if shared else "private models" if private else "models",
         "references": references,
-        "verdicts": [_verdict_on_federation(merged, run, name, score) for name, run in local_references.items()],
+        "verdicts": [
+            finding
+            for name, run in local_references.items()
+            if (finding := _verdict_on_federation(merged, run, name, score))
+        ],
         "gain": _first_gain(merged, *next(iter(local_references.items())), score) if local_references else None,
         "majority": _majority_class(evaluated[0].get("confusion"), page.classes) if evaluated else None,
         "over_classes": formatting.describe_part_classes(evaluated),
@@ -145,17 +145,19 @@ def _majority_class(confusion: Sequence[Sequence[int]] | None, classes: Sequence
     return classes[top], sums[top] / total
 
 
-def _verdict_on_federation(merged: Json, run: Json, name: str, score: str) -> Finding:
-    """Return the benefit of federation over a baseline, by the rule of comparisons."""
+def _verdict_on_federation(merged: Json, run: Json, name: str, score: str) -> Finding | None:
+    """Return the benefit of federation over a baseline, by the rule of comparisons; None where nothing measures it."""
     difference = merged[score]["mean"] - run[score]["mean"]
     if run["dp"]:
         direction = "above" if difference >= 0 else "below"
         text = f"{formatting.SCORES[score]} is {format_number(abs(difference), 2)} {direction} that of {name}"
         return Finding("unclear", f"{text}, whose model is trained with noise.")
+    if (benefit := find_benefit_measure()) is None:
+        return None
     gain = run.get("gain") or {"gain": {"mean": difference, "low": None, "high": None}, "verdict": "inconclusive"}
     score_text = format_number((gain.get("federated") or merged[score])["mean"], 2)
     measure = gain.get("measure", formatting.score_in_sentence(score))
-    return benefit_figure.build_benefit_finding(gain, f"In this run federation reaches {score_text} in {measure}", name)
+    return benefit.describe(gain, f"In this run federation reaches {score_text} in {measure}", name)
 
 
 def _first_gain(merged: Json, baseline: str, run: Json, score: str) -> dict[str, object]:

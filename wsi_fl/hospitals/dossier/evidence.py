@@ -15,12 +15,12 @@ from string import Formatter
 from typing import Any
 
 from wsi_fl import __version__
-from wsi_fl.evidence.attacks import ADJACENCY
 from wsi_fl.hospitals.dossier.dossier_page import make_dossier
 from wsi_fl.hospitals.trust.certificates import key_fingerprint, verify_document
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.provisioning import fingerprint_line
 from wsi_fl.privacy.accounting import ACCOUNTANT
+from wsi_fl.privacy.guarantee import ADJACENCY
 from wsi_fl.report.templates import fill_template
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study

@@ -15,10 +15,9 @@ from torch import nn
 
 from wsi_fl import __version__
 from wsi_fl.data.validation import COMMON
-from wsi_fl.evidence import benefit_figure
-from wsi_fl.evidence.compare_runs import FinishedRun
 from wsi_fl.models.export_formats import DownsamplingModel, HeadWithEncoder, input_name, write_onnx, write_torchscript
 from wsi_fl.report.formatting import SCORES, SHORT_SCORES, describe_worst_detection, format_number
+from wsi_fl.report.sections import find_benefit_measure
 from wsi_fl.report.templates import fill_template
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.load_models import available_models, is_trained_with_dp, load_prediction_models
@@ -27,6 +26,7 @@ from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.site.target_labels import describe_target
+from wsi_fl.stages.training.finished_runs import FinishedRun
 from wsi_fl.stages.training.initial_models import find_architecture
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
@@ -414,13 +414,11 @@ def _warning_text(card: Mapping[str, Any]) -> str:
 def _render_card(card: Mapping[str, Any]) -> str:
     gain, scores = card["benefit"], (card["metrics"] or {}).get("scores", ())
     benefit_text = None
-    if gain:
+    if gain and (benefit := find_benefit_measure()):
         ensemble_note = " (ensembles with local models)" if card["as_released"] else ""
         score = format_number(gain["federated"]["mean"], 2)
         score_text = f"In the run federation{ensemble_note} reached {score} in {gain['measure']}"
-        benefit_text = benefit_figure.build_benefit_finding(
-            gain, score_text, "local models without differential privacy"
-        ).text
+        benefit_text = benefit.describe(gain, score_text, "local models without differential privacy").text
     context = {
         "card": card,
         "warning": _warning_text(card),

@@ -11,18 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.evidence.benefit import compare_over_all
-from wsi_fl.evidence.clinical_measures import describe_runs
-from wsi_fl.evidence.compare_runs import FinishedRun, find_finished_runs
 from wsi_fl.report import formatting
 from wsi_fl.report.run_page import render_run_page
 from wsi_fl.report.run_sections import Page
+from wsi_fl.report.sections import find_benefit_measure
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.cross_site import load_cross_site_scores
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.site.site_data import SiteData
+from wsi_fl.stages.training.finished_runs import FinishedRun, find_finished_runs
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
@@ -50,7 +49,7 @@ def write_report(study: Study, run_name: str, *, pictures: bool = False) -> Path
     path = run.path / "report" / "index.html"
     with RunContext.restore(study, run) as context:
         page = _build_page(context, pictures=pictures)
-    write_text(path, render_run_page(page))
+        write_text(path, render_run_page(page, context))
     if page.left_out:
         names = ", ".join(_unique_names(page.left_out))
         print_message(
@@ -79,9 +78,6 @@ def _build_page(context: RunContext, *, pictures: bool) -> Page:
     own_run = FinishedRun.load(run.path)
     site_folders = [run.site_folder(path.parent.name) for path in sorted(run.path.glob("sites/*/ledger.json"))]
     ledgers = {place.path.name: place.read_account() for place in site_folders}
-    clinical_options = {  # as in the last `clinical`
-        name: value for name, value in (run.read_clinical() or {}).items() if name in ("prevalence", "by", "least")
-    }
     return Page(
         run=run.name,
         method=context.name,
@@ -95,8 +91,6 @@ def _build_page(context: RunContext, *, pictures: bool) -> Page:
         baselines=list(find_baselines(context, own_run)),
         stores=[_describe_store(data) for data in site_data.values()],
         groups={site: account["group"] for site, account in ledgers.items() if account.get("group")},
-        clinical=describe_runs([context], **clinical_options) if context.task.kind == "classes" else None,
-        audit=run.read_audit(),
         between=load_cross_site_scores(context),
         mpcpa=run.read_mpcpa(),
         examples=context.example_plural,
@@ -183,12 +177,12 @@ def find_baselines(context: RunContext, reference: FinishedRun) -> Iterable[dict
             "guarantee": guarantee,
             **{name: evaluation["merged"].get(name) for name in context.task.scores},
         }
-    if formatting.is_federated(reference.method):
+    if (benefit := find_benefit_measure()) and formatting.is_federated(reference.method):
         pooled = next((runs[key] for key in sorted(runs, key=itemgetter(1)) if formatting.is_pooled(key[0])), None)
         for (method, dp), row in latest.items():
             if formatting.is_local(method) and not dp:
                 runs_by_kind = {"local": runs[method, dp], "federated": reference, "pooled": pooled}
-                gain = compare_over_all({kind: [run] for kind, run in runs_by_kind.items() if run}, "merged")
+                gain = benefit.measure({kind: [run] for kind, run in runs_by_kind.items() if run}, "merged")
                 row["gain"] = gain if gain["gain"] else None
     return latest.values()
 

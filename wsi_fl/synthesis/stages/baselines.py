@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wsi_fl.data.metrics import SCORES
-from wsi_fl.evidence.compare_runs import find_finished_run
 from wsi_fl.report.formatting import format_number
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.training.finished_runs import find_finished_run
 from wsi_fl.stages.training.train import begin_run
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline

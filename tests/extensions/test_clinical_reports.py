@@ -1,4 +1,4 @@
-"""Tests of `clinical` and `plan-size` by patient and by group: document, console and report."""
+"""Tests of `clinical` by patient and by group: document, console and report."""
 
 import json
 
@@ -9,7 +9,7 @@ from sklearn.metrics import recall_score, roc_auc_score
 from test_local_baseline import ALONE
 from training_runs import answers, trained
 
-from wsi_fl.evidence.clinical_measures import describe_clinically, plan_size
+from wsi_fl.evidence.clinical import describe_clinically
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site.target_labels import read_column
@@ -120,29 +120,3 @@ def test_folds_are_reported_together(clinical_study, wsi_fl):
     done = wsi_fl("clinical", "2-4", cwd=study.root)
     assert "of 3 folds" in done.stderr and not (study.runs_path / runs[0] / "clinical.json").exists()
     refused(lambda: describe_clinically(study, [run, "2"]), "folds")
-
-
-def test_plan_size_computes_the_number_of_patients_needed(wsi_fl, tmp_path):
-    given = ("--prevalence", "0.2", "--auroc", "0.85", "--sensitivity", "0.9")
-    document = json.loads(wsi_fl("plan-size", *given, "--json", cwd=tmp_path).stdout)
-    assert document["needed"]["sensitivity"] == 692  # 0.9 · 0.1 / (0.05 / 1.96)² / 0.2
-    assert document["patients"] == max(document["needed"].values()) and document["cases"] == 138
-    narrower = json.loads(wsi_fl("plan-size", *given, "--width", "0.05", "--json", cwd=tmp_path).stdout)
-    assert 3.9 < narrower["needed"]["sensitivity"] / 692 < 4.1
-    # with 1/width², as its formula says, and no end of a search
-    narrow = json.loads(wsi_fl("plan-size", *given, "--width", "0.00002", "--json", cwd=tmp_path).stdout)
-    assert narrow["needed"]["auroc"] == pytest.approx(document["needed"]["auroc"] * 5000**2, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *(("prevalence", value) for value in ("1.2", "0", "1e-300", "nan", "0.999999999")),
-        *(("width", value) for value in ("1e-9", "0", "inf")),
-        *(("auroc", value) for value in ("0.5", "0.5000000001", "1")),
-        *(("sensitivity", "1e-320"), ("specificity", "1")),
-    ],
-)
-def test_a_plan_for_more_patients_than_people_exist_is_refused(option, value):
-    asked = {"prevalence": 0.2, "area": 0.8} | {"area" if option == "auroc" else option: float(value)}
-    refused(lambda: plan_size(asked.pop("prevalence"), asked.pop("area"), **asked), f"--{option} ", "between")

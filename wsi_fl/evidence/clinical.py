@@ -1,10 +1,11 @@
-"""`describe_clinically`: clinical measures of a run by patient; and `plan-size`: the sample size of a test set."""
+"""`describe_clinically`: clinical measures of a run by patient."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from wsi_fl.data.prediction_table import PredictionTable
 from wsi_fl.data.validation import LOCAL
 from wsi_fl.evidence import clinical_metrics as measures
 from wsi_fl.evidence.clinical_metrics import MIN_SUBGROUP, Names, PatientPredictions
-from wsi_fl.evidence.clinical_section import build_clinical_cells, list_clinical_findings
+from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
 from wsi_fl.evidence.compare_runs import resolve_runs
-from wsi_fl.evidence.sample_size import IntervalWidths, compute_sample_size
+from wsi_fl.report.formatting import Json
+from wsi_fl.report.sections import Section, SectionContext
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
@@ -31,13 +33,6 @@ _DECISION_THRESHOLDS = tuple(round(k / 100, 2) for k in (1, 2, *range(5, 100, 5)
 _SITES_PER_TABLE = 4
 """Number of sites in a table of the console."""
 _MAX_GROUPS = 30
-_CRITERIA = {
-    "auroc": "AUROC",
-    "expected": "observed over expected cases",
-    "slope": "calibration slope",
-    "sensitivity": "sensitivity",
-    "specificity": "specificity",
-}
 
 
 def describe_clinically(
@@ -237,57 +232,43 @@ def _group_of_patients(
     return np.array([str(first.get(name, "")) for name in patients.name.tolist()])
 
 
-_MIN_SHARE = 1e-5
-"""Smallest share and width; smaller ones need more patients than there are people."""
+class ClinicalSection:
+    """The section "For the clinic" of a run's page."""
+
+    def build(self, context: SectionContext) -> Section | None:
+        """Return the section with the options of the last `clinical`; None without predictions of classes here."""
+        run_context = context.run_context
+        if run_context.task.kind != "classes":
+            return None
+        last = run_context.run.read_clinical() or {}
+        document = describe_runs([run_context], **{k: last[k] for k in ("prevalence", "by", "least") if k in last})
+        if document is None:
+            return None
+        values = build_clinical_section(document, context.colors)
+        html = context.fill("clinical", Path(__file__).parent, values | {"document": document})
+        return Section("clinic", "For the clinic", "comparison", html, _answer_checklist(document, values))
 
 
-def plan_size(
-    prevalence: float,
-    area: float,
-    *,
-    width: float | None = None,
-    sensitivity: float | None = None,
-    specificity: float | None = None,
-) -> dict[str, Any]:
-    """Return the sample size of a test set, the `--json` document.
-
-    Args:
-        prevalence: the share of cases.
-        area: the expected AUROC.
-        width: of the intervals of AUROC, sensitivity and specificity, from end to end; by default 0.1.
-
-    Raises:
-        UsageError: for numbers out of range.
-    """
-    widths = IntervalWidths() if width is None else IntervalWidths(auroc=width, sensitivity=width, specificity=width)
-    options = {"prevalence": prevalence, "sensitivity": sensitivity, "specificity": specificity}
-    for name, value in (*options.items(), ("width", widths.auroc)):
-        if value is not None and not _MIN_SHARE <= value <= 1 - _MIN_SHARE:
-            raise UsageError(f"--{name} {value:g}: it must lie between {_MIN_SHARE:g} and {1 - _MIN_SHARE:g}")
-    if not 0.5 + _MIN_SHARE <= area <= 1 - _MIN_SHARE:
-        raise UsageError(f"--auroc {area:g}: it must lie between {0.5 + _MIN_SHARE:g} and {1 - _MIN_SHARE:g}")
-    needed = compute_sample_size(prevalence, area, widths, sensitivity=sensitivity, specificity=specificity)
-    n_patients = max(needed.values())
-    return {
-        **options,
-        "auroc": area,
-        "widths": asdict(widths),
-        "needed": needed,
-        "patients": n_patients,
-        "cases": round(n_patients * prevalence),
-    }
+CLINICAL = ClinicalSection()
+"""The entry of `wsi_fl.report_sections`."""
 
 
-def render_size_lines(document: dict[str, Any]) -> Lines:
-    """Yield a row for each interval, then the largest sample size."""
-    rows = [[_CRITERIA[name], f"{document['widths'][name]:g}", f"{n:,}"] for name, n in document["needed"].items()]
-    title = f"patients for intervals so wide (prevalence {document['prevalence']:g}, AUROC {document['auroc']:g})"
-    yield TextTable(title, ["of", "width", "patients"], rows)
-    deciding = max(document["needed"], key=document["needed"].get)
-    yield TextLine(
-        f"{document['patients']:,} test patients, of them {document['cases']:,} cases, meet all; "
-        f"the {_CRITERIA[deciding]} needs most"
+def _answer_checklist(document: Json, values: Mapping[str, Any]) -> dict[int, str]:
+    """Return answers to items of TRIPOD+AI, from the first site's measures."""
+    site, by = document["sites"][0], document["by"]
+    cases = ", ".join(f"{name} {measures['cases']} of {measures['n']}" for name, measures in site["classes"].items())
+    patients = "merged test" if site["on"] == "merged" else f"{site['site']}'s test"
+    chosen = (
+        "the likeliest class"
+        if site["point"] is None
+        else ("a threshold chosen on each hospital's training slides, or 0.5")
     )
+    answers = {
+        10: f"cases among {patients} patients: {cases}; pmvalsampsize computes the sample size of a test set",
+        15: f"probabilities; {chosen}",
+        23: f"see For the clinic{f', by {by}' if by else ''}",
+    }
+    return answers | ({14: f"performance by {by}; see For the clinic"} if values["told_by_name"] else {})
 
 
 def render_clinical_lines(document: dict[str, Any]) -> Lines:

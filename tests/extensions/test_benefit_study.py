@@ -44,23 +44,6 @@ def test_simulated_hospitals_match_the_setting_and_no_row_is_drawn_twice(worth):
         worth.drawn(worth.Setting("s", 4, 400, (0.05,)), label, 0)
 
 
-def test_whole_patients_are_drawn_where_the_pool_has_some(worth):
-    label = np.repeat([0, 1] * 20, 5)
-    parts, test = worth.drawn(worth.Setting("s", 3, 20, (0.25, 0.75)), label, 0, patches=5)
-    for rows in (*parts, test):
-        whose, counts = np.unique(rows // 5, return_counts=True)
-        assert set(counts) == {5} and all(len(set(label[5 * one : 5 * one + 5])) == 1 for one in whose)
-    assert len(np.unique(np.concatenate([*parts, test]))) == 60 + len(test)
-
-
-def test_patients_have_five_rows_of_one_class_or_one_row(worth):
-    label = np.repeat([0, 1], [12, 5])
-    names = np.array(worth.patients(label, "patient"))
-    assert [len(set(names[label == one])) for one in (0, 1)] == [3, 1]
-    assert not set(names[label == 0]) & set(names[label == 1])
-    assert len(set(worth.patients(label, "row"))) == 17
-
-
 def test_a_drawn_study_goes_through_training_and_evaluation(worth, tmp_path):
     rng = np.random.default_rng(0)
     label = np.tile([0, 1], 60)
@@ -75,23 +58,6 @@ def test_a_drawn_study_goes_through_training_and_evaluation(worth, tmp_path):
     found = worth.measured(study, lone, 0)
     assert len(found["right"]) == len(test) == 80 and max(found["right"]) <= 2
     assert sum(found["right"]) / 160 == pytest.approx(found["accuracy"]) and found["accuracy"] > 0.7
-
-
-def test_gains_are_paired_by_seed_and_test_row(worth):
-    def rows(*right):
-        return {
-            seed: {"right": one, "sites": [0.1, 0.2], "asked": [3 + seed, 5, 9, 20]} for seed, one in enumerate(right)
-        }
-
-    lone, pooled = rows([1, 0, 0, 1], [1, 1, 0, 0]), rows([2, 2, 2, 2], [2, 2, 2, 2])
-    joined = rows([2, 1, 0, 1], [1, 1, 2, 1])
-    seeds, difference, asked, _ = worth.gain(joined, lone)
-    assert seeds == [0, 1] and asked.sum() == 8 and difference.sum() / 8 == pytest.approx(5 / 16)
-    assert worth.gain_words(joined, lone).startswith("+0.312 (")
-    assert worth.headroom_words(joined, lone, pooled).startswith("42% (")
-    assert worth.ends(joined, lone) == pytest.approx((0, 0))
-    with pytest.raises(ValueError, match="other test rows"):
-        worth.gain({0: lone[0]}, {0: lone[1]})
 
 
 def around(mean, half):

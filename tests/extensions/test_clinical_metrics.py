@@ -9,7 +9,6 @@ import pytest
 import statsmodels.api as sm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.special import logit
 from scipy.stats import beta, binomtest, mannwhitneyu
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import LogisticRegression
@@ -18,8 +17,8 @@ from sklearn.model_selection import cross_val_predict
 from statsmodels.stats.proportion import proportion_confint
 
 from wsi_fl.data.prediction_table import PredictionTable
-from wsi_fl.evidence import clinical_measures as stage
-from wsi_fl.evidence import clinical_metrics, sample_size
+from wsi_fl.evidence import clinical as stage
+from wsi_fl.evidence import clinical_metrics
 from wsi_fl.evidence.clinical_metrics import _Interval
 from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
 from wsi_fl.slides.patching.mosaic import _find_candidates
@@ -119,45 +118,11 @@ def test_net_benefit_is_that_of_dcurves(tumours):
         assert found[name] == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_number_of_patients_is_that_of_the_published_example():
-    """Riley et al. 2021: prevalence 0.018, C statistic 0.8, log-odds normal around −5 with standard deviation 2.5."""
-    found = sample_size.compute_sample_size(0.018, 0.8, sample_size.IntervalWidths(auroc=0.1, expected=1.0))
-    assert found["auroc"] == 4252 and found["expected"] == pytest.approx(905, abs=1)
-    z = np.linspace(-8, 8, 4001)
-    weight = np.exp(-z * z / 2) / np.exp(-z * z / 2).sum()
-    found = sample_size._sample_size_for_slope(-5 + 2.5 * z, weight, 0.2 / 3.92)
-    assert found == pytest.approx(4544, rel=0.01)  # theirs is simulated
-
-
 def test_a_perfect_ranking_of_few_patients_has_a_wide_interval():
     found = clinical_metrics._auroc_interval(np.linspace(0, 1, 18), np.arange(18) >= 10)
     assert (found.value, found.high) == (1, 1) and found.low == pytest.approx(0.025 ** (1 / 8))
     worst = clinical_metrics._auroc_interval(np.linspace(1, 0, 18), np.arange(18) >= 10)
     assert (worst.value, worst.low) == (0, 0) and worst.high == pytest.approx(1 - found.low)
-
-
-def test_the_planned_number_of_patients_gives_the_wanted_interval_width():
-    wanted = sample_size.IntervalWidths(auroc=0.1, slope=0.4, sensitivity=0.1)
-    needed = sample_size.compute_sample_size(0.3, 0.8, wanted, sensitivity=0.85)
-    rng, d = np.random.default_rng(4), 2**0.5 * 0.8416212
-
-    def width(name):
-        case = rng.random(needed[name]) < 0.3
-        lp = np.log(0.3 / 0.7) + d * rng.normal(size=len(case)) + (case - 0.5) * d * d
-        score = 1 / (1 + np.exp(-lp))
-        one = (
-            clinical_metrics._auroc_interval(score, case)
-            if name == "auroc"
-            else clinical_metrics._fit_calibration(score, case)[name]
-        )
-        return one.high - one.low
-
-    # Newcombe's formula errs on the safe side
-    assert np.mean([width("auroc") for _ in range(60)]) == pytest.approx(0.1, rel=0.12)
-    assert np.mean([width("slope") for _ in range(60)]) == pytest.approx(0.4, rel=0.05)
-    n = needed["sensitivity"] * 0.3
-    one = clinical_metrics._wilson_interval(round(0.85 * n), round(n))
-    assert one.high - one.low == pytest.approx(0.1, abs=0.003)
 
 
 def test_patients_are_counted_not_their_examples():
@@ -197,26 +162,6 @@ def test_describe_class_handles_any_small_number_of_patients(cases, others, prev
     at = found.get("at_prevalence", {})
     for one in (found["sensitivity"], found["ppv"], at.get("ppv"), at.get("npv")):
         assert one is None or 0 <= one["low"] <= one["value"] <= one["high"] <= 1
-
-
-def test_calibration_of_nearly_separable_scores_is_that_of_logistic_regression():
-    said = np.array([41, 44, 50, 57, 63, 64, 84, 87, 97.5, 98.8, 98.9, 99.2, 99.3, 99.4, 99.6, 99.7]) / 100
-    case = np.array([0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1], bool)
-    known = sm.Logit(case.astype(float), sm.add_constant(logit(said))).fit(disp=0)
-    slope = clinical_metrics._fit_calibration(said, case)["slope"]
-    assert slope.value == pytest.approx(known.params[1], rel=1e-3)
-    assert slope.high - slope.low == pytest.approx(2 * 1.96 * known.bse[1], rel=1e-2)
-    assert clinical_metrics._fit_calibration(said, said > 0.98) is None
-
-
-def test_net_benefit_at_a_prevalence_is_that_of_reweighted_non_cases():
-    rng = np.random.default_rng(1)
-    case = np.arange(300) < 150
-    score = np.clip(rng.normal(0.4 + 0.2 * case, 0.2), 0, 1)
-    many = np.concatenate([np.flatnonzero(case), np.tile(np.flatnonzero(~case), 9)])
-    at = clinical_metrics.net_benefit(score, case, [0.1, 0.3], 0.1)
-    counted = clinical_metrics.net_benefit(score[many], case[many], [0.1, 0.3])
-    assert all(at[kind] == pytest.approx(counted[kind]) for kind in at)
 
 
 UNSURE = np.full(8, 0.5)
@@ -275,14 +220,6 @@ def test_net_benefit_at_a_prevalence_needs_cases_and_non_cases():
     for name, known in (("model", "model"), ("everybody", "all")):
         expected = table[table["model"] == known].sort_values("threshold")["net_benefit"].to_numpy()
         assert found[name] == pytest.approx(expected, abs=1e-9)
-
-
-def test_narrow_intervals_need_patients_in_inverse_square_of_their_width():
-    wide, narrow = (
-        sample_size.compute_sample_size(0.2, 0.85, sample_size.IntervalWidths(auroc=width))["auroc"]
-        for width in (0.01, 1e-4)
-    )
-    assert narrow == pytest.approx(10**4 * wide, rel=1e-3)
 
 
 def describe_site(case, prevalence):
