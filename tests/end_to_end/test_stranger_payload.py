@@ -44,7 +44,7 @@ def test_its_payload_is_sent_added_up_scored_and_reported(study, wsi_fl, backend
     reported = wsi_fl("report", run.name, cwd=study.root)
     assert reported.returncode == 0, reported.stderr
     page = (run / "report" / "index.html").read_text()
-    assert "Prototypes" in page and "no differential privacy" in page.lower()
+    assert "Prototypes" in page and "Differential privacy was off" in page
 
 
 def test_a_message_that_its_payload_refuses_counts_as_nothing(study, monkeypatch):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from wsi_fl.data.metrics import mean_and_sd
 from wsi_fl.data.survival import compute_risk, kaplan_meier, logrank_test
 from wsi_fl.report import cross_site_section, figures, formatting, inline_pictures, run_sections
-from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Bar, Chart, open_figure, render_svg
+from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Chart, open_figure, render_svg
 from wsi_fl.report.formatting import Finding, Json, format_number
 from wsi_fl.report.run_sections import Page
 from wsi_fl.report.sections import SectionContext, build_sections
@@ -20,7 +20,7 @@ from wsi_fl.report.templates import fill_template
 _Floats = NDArray[np.float64]
 _PATCHES_SHOWN = 6
 """Sample patches per site and label; half as many when there are many sites."""
-_RULES = {
+VOTING_RULES = {
     "mean": "Mean of the probabilities",
     "weighted_mean": "Mean, weighted by training rows",
     "absolute": "Absolute majority of votes",
@@ -32,7 +32,6 @@ _TEST_SETS = {
     "external": "each model on the test parts of all other sites of the run",
     "merged": "each model on the test parts of all sites",
 }
-_DECISIVE = ("aggregated A", "aggregated B")
 
 
 def render_run_page(page: Page, run_context: Any = None) -> str:
@@ -64,7 +63,7 @@ def render_run_page(page: Page, run_context: Any = None) -> str:
         "privacy": run_sections.summarize_privacy(page),
         "added": added,
         "answers": {number: answer for section in added for number, answer in section.checklist.items()},
-        "aggregation": _summarize_aggregation(page, colors),
+        "aggregation": _summarize_aggregation(page),
         "rows": runs,
         "comparison": run_sections.plot_comparisons(page, runs, colors),
         "curves": run_sections.plot_round_curves(page, colors),
@@ -187,8 +186,8 @@ def _risk_chart(site: str, truth: _Floats, predictions: _Floats, ends: list[floa
         return Chart(render_svg(figure, f"Survival by predicted risk, {site}"), alt), test_text
 
 
-def _summarize_aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, object] | None:
-    """Return the section on aggregated predictions and MPCPA; None with fewer than two sites on the same test set."""
+def _summarize_aggregation(page: Page) -> dict[str, object] | None:
+    """Return the section on aggregated predictions; None with fewer than two sites on the same test set."""
     evaluation = page.evaluation or {}
     if not (aggregated := evaluation.get("aggregated")):
         return None
@@ -199,48 +198,11 @@ def _summarize_aggregation(page: Page, colors: Mapping[str, str]) -> dict[str, o
         f"{format_number(mean)} on average. In a single run a difference of a few points means nothing."
     )
     section: dict[str, object] = {
-        "used": _RULES[aggregated["rule"]],
-        "rules": [(_RULES[name], scores) for name, scores in aggregated["rules"].items()],
+        "used": VOTING_RULES[aggregated["rule"]],
+        "rules": [(VOTING_RULES[name], scores) for name, scores in aggregated["rules"].items()],
         "findings": []
         if mean is None or accuracy is None
         else [Finding("good" if accuracy > mean else "unclear", text)],
         "generated": _encode_pictures(page.generated, page.classes, _PATCHES_SHOWN),
     }
-    if table := page.mpcpa:
-        section |= {
-            "table": table,
-            "chart": _models_chart(table["rows"]),
-            "curve": _curve_chart(table["curve"], colors) if len(table["curve"]) > 2 else None,
-            "rule": _RULES[table["aggregate"]],
-            "failed": [row["site"] for row in table["memorization"] if not row["passed"]],
-        }
     return section
-
-
-def _models_chart(rows: Sequence[Json]) -> Chart:
-    """Return a bar chart of the accuracy of every model of the comparison; aggregations are marked."""
-    labels = [", ".join(row[key] for key in ("row", "site") if key in row) for row in rows]
-    bars = [
-        Bar(label, row["accuracy"], None, dp=True, this=row["row"] in _DECISIVE)
-        for label, row in zip(labels, rows, strict=True)
-    ]
-    return figures.plot_bars(bars, "Local and generated images", "Accuracy on the merged test set")
-
-
-def _curve_chart(points: Sequence[Json], colors: Mapping[str, str]) -> Chart:
-    """Return a chart of accuracy over generated images per class and denoiser (the paper's Figure 5)."""
-    x = [point["per_class"] for point in points]
-    with open_figure(left_in=0.6) as (figure, axes):
-        for site in points[0]["sites"]:
-            values = [point["sites"][site] for point in points]
-            axes.plot(x, values, color=colors.get(site, MUTED), lw=1.1, alpha=0.8)
-        axes.plot(x, [point["mean"] for point in points], color=INK, ls=(0, (4, 3)))
-        axes.plot(x, [point["aggregated"] for point in points], color=ACCENT, marker="o", ms=4)
-        axes.set(xlabel="generated images of each class", ylabel="accuracy")
-        points_text = "; ".join(
-            f"{point['per_class']}: {format_number(point['aggregated'])}, sites {format_number(point['mean'])} "
-            "on average"
-            for point in points
-        )
-        alt = f"Accuracy of the aggregated predictions over generated images of each class: {points_text}."
-        return Chart(render_svg(figure, "Number of generated images"), alt)

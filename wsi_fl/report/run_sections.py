@@ -53,8 +53,6 @@ class Page:
     """Group privacy of each site's largest patient: ``list_runs``, ``epsilon`` (None beyond 1000), ``delta``."""
     between: CrossSiteScores | None = None
     """Cross-site scores of the released models from counts, as in ``evaluate --json``."""
-    mpcpa: Json | None = None
-    """The document of ``train --method mpcpa --baselines``."""
     generated: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)
     """Images that were generated for this run, by the site whose denoiser they come from."""
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)

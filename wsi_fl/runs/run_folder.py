@@ -27,7 +27,7 @@ _MEMBERSHIP_FIELDS = {"site": str, "event": str}
 """Fields of the lines of `roster.jsonl`."""
 _MANIFEST_KEYS = ("id", "config_sha256")
 _SUMMARY_KEYS = ("run", "method", "seconds", "sites", "lost", "communication")
-_DocumentName = Literal["summary", "evaluation", "clinical", "audit", "mpcpa"]
+_DocumentName = Literal["summary", "evaluation", "clinical", "audit"]
 _DOCUMENT_PATHS = {"audit": "audit/audit.json"}
 """Paths of documents in a separate folder; the others are NAME.json."""
 _EVALUATION_KEYS = ("run", "sites", "merged")
@@ -157,12 +157,6 @@ class RunFolder:
         keys = ("run", "sites")
         path = self.path / _DOCUMENT_PATHS["audit"]
         return read_maybe_sealed(path, keys, advice) if path.exists() else None
-
-    def read_mpcpa(self) -> dict[str, Any] | None:
-        """Return the document of the baselines of `read_mpcpa`; None without one."""
-        advice = "delete it; `wsi-fl train --method mpcpa --baselines` writes it again"
-        path = self.path / "mpcpa.json"
-        return read_maybe_sealed(path, ("run", "runs", "curve"), advice) if path.exists() else None
 
     def _read_document(self, name: str, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
         return read_sealed(self.path / name, keys, advice) if (self.path / name).exists() else None

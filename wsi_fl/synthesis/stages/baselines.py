@@ -19,6 +19,7 @@ from wsi_fl.stages.training.finished_runs import find_finished_run
 from wsi_fl.stages.training.train import begin_run
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis.baselines_section import write_baselines
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError
@@ -81,7 +82,7 @@ def run_baselines(
         curve[n] = curve.get(n) or run_method(_MPCPA, pipeline.replace_keys(mpcpa={"per_class": n}))[1]
     document = _build_document(context, runs, evaluations)
     document["curve"] = [_build_point(pipeline, n, evaluation) for n, evaluation in sorted(curve.items())]
-    runs[_MPCPA].write("mpcpa", document)
+    write_baselines(runs[_MPCPA].path, document)
     return document
 
 
