@@ -60,7 +60,7 @@ def train(
         list[str] | None, Option(metavar="SITE", help="With --resume: go on without this site. Repeatable.")
     ] = None,
     baselines: Annotated[
-        bool, Option("--baselines", help="Also the baselines of the method's paper, in a table (mpcpa).")
+        bool, Option("--baselines", help="Also the baselines of the method's paper, in a table.")
     ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")] = False,
     plan: Annotated[

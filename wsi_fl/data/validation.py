@@ -17,7 +17,7 @@ from wsi_fl.learning.ensemble import Ensemble
 from wsi_fl.types import UsageError
 
 COMMON = ("proxy", "shared")
-"""The roles of models that all sites have alike: the proxy, and of `oneshot` the shared head."""
+"""The roles of models that all sites have alike: a proxy that travels, or a model computed from what all release."""
 MODEL_CHOICES = ("private", "mean", *COMMON)
 """Choices of a site's prediction model; of equally good ones the first."""
 LOCAL = "local"
