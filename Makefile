@@ -26,13 +26,13 @@ federation-demo: .venv/.flare  ## a server and four hospitals as processes: kits
 # Without compiled files every process of a test would compile the package anew.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
-EXTENSIONS := tests/extensions wsi_fl/hospitals wsi_fl/synthesis wsi_fl/viewer
+EXTENSIONS := tests/extensions wsi_fl/evidence wsi_fl/hospitals wsi_fl/oneshot wsi_fl/synthesis wsi_fl/viewer
 
 # The third of the workers has a core while another waits for processes.
 test: env        ## the test suite of the core: offline, two cores, real MPI ranks included
 	$(PYTEST) -n 3 --no-loadscope-reorder --durations=30 --ignore=tests/nightly $(EXTENSIONS:%=--ignore=%)
 
-test-extensions: env  ## the test suite of the extensions: hospitals, generators, viewer
+test-extensions: env  ## the test suite of the extensions: hospitals, one-shot, evidence, generators, viewer
 	$(PYTEST) --no-loadscope-reorder --durations=30 $(EXTENSIONS)
 
 test-hospitals: .venv/.flare  ## the slow tests between hospitals: every method, every fault, over NVIDIA FLARE and a folder

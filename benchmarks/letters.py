@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from wsi_fl.data.tasks import NumberTask, SurvivalTask, Task, selection_score
+from wsi_fl.data.tasks import NumberTask, SurvivalTask, Task, selection_score, target_columns
 from wsi_fl.learning.ensemble import is_worse_than_local, single_local_ensemble, weight_by_sample_size
 from wsi_fl.learning.tuning import fit_linear_head
 from wsi_fl.oneshot.projection import fit_projection, normalize_rows
@@ -120,7 +120,7 @@ def measured(setting: Setting, task: Task, seed: int, spoil: float = 1.0) -> Ite
         heads = []
         for index, (part, answer) in enumerate(parts):
             head = SharedHead(k, D, projection=along, kind=task.kind)
-            z, columns = (head.embed_rows(torch.from_numpy(part)), task.statistics_columns(torch.from_numpy(answer)))
+            z, columns = (head.embed_rows(torch.from_numpy(part)), target_columns(task, torch.from_numpy(answer)))
             head.set_local_statistics(z, columns)
             exact = head.pack_statistics(z, columns)
             noise = torch.from_numpy(world.rng.normal(size=len(exact)))

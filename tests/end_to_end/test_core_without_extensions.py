@@ -10,7 +10,7 @@ from wsi_fl.demo import simulated_slides
 from wsi_fl.plugins import load_entries
 from wsi_fl.stages.prepare.init_study import init_study
 
-WINGS = ("synthesis", "viewer", "hospitals", "evidence")
+WINGS = ("synthesis", "viewer", "hospitals", "evidence", "oneshot")
 ALONE = f"""
 import asyncio, json, os, sys
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
+import prototype_package
 import pytest
 from conftest import Told, make_study, nightly, refused, write_features, write_store
 from federation_fixtures import NAMES, Federation
@@ -398,6 +399,9 @@ REAL = 'real = true\nmax_epsilon = 5000.0\ndelta = 1e-5\nallow = ["model", "buff
 
 def furnish(study, method, site, k):
     """Write the local files of a site."""
+    if method == "prototypes":
+        prototype_package.furnish(study, site, k)
+        return
     if method == "oneshot":
         x, labels = rows_of(40, k, (0.0, 1.0, 0.5)[k])
         splits = ["train"] * 30 + ["test"] * 10
@@ -536,6 +540,13 @@ def test_every_method_over_a_folder_trains_the_models_of_one_process(tmp_path, f
     group = Group(tmp_path / method, method, OTHERS[method], federation)
     start(tmp_path, [group])
     require_the_same(group)
+
+
+def test_a_payload_of_another_package_over_a_folder_gives_the_models_of_one_process(tmp_path, federation):
+    with prototype_package.package_installed(tmp_path / "site-packages"):
+        group = Group(tmp_path / "prototypes", "prototypes", prototype_package.SETTINGS, federation)
+        start(tmp_path, [group])
+        require_the_same(group)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from training_runs import answers
 
 from wsi_fl.data.cross_site_counts import MIN_EXAMPLES
 from wsi_fl.data.survival import compute_risk
-from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, score_intervals
+from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, score_intervals, target_columns
 from wsi_fl.evidence.clinical import describe_clinically
 from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.report.cross_site_section import render_coordinator
@@ -541,7 +541,7 @@ def test_an_event_at_the_end_of_an_interval_is_before_it_whatever_the_unit(unit,
     task, truth = SurvivalTask(tuple(ends)), np.stack([times, event], axis=1).astype(kind)
     assert task.compute_scores(said, truth)["integrated_brier"] == pytest.approx(right, rel=1e-6)
     at_end = torch.from_numpy(truth)[[0, 2, 5, 8]]  # who had the event at the end of each interval
-    assert task.statistics_columns(at_end).tolist() == [0, 1, 2, 3]
+    assert target_columns(task, at_end).tolist() == [0, 1, 2, 3]
 
 
 def test_times_and_numbers_of_a_table_reach_the_score_with_all_their_digits(study):

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import prototype_package
 import pytest
 import test_mpcpa
 from conftest import write_features
@@ -86,3 +87,16 @@ def test_released_class_statistics_are_synced_over_flare_at_no_charge(tmp_path):
         ledger = study.ledger_path(site)
         spent = [line for line in (read_lines(ledger) if ledger.exists() else []) if "mechanism" in line]
         assert len(spent) == (site in members)
+
+
+def test_a_payload_of_another_package_over_flare_gives_the_models_of_one_process(tmp_path):
+    with prototype_package.package_installed(tmp_path / "site-packages"):
+        bed = Bed(tmp_path, n=3, furnish=prototype_package.furnish)
+        bed.sign("prototypes", *prototype_package.SETTINGS)
+        with bed.running():
+            said = bed.submit("--plan", bed.plan_file())
+        assert said.returncode == 0, said.stderr
+        summary = json.loads(said.stdout)
+        expected = bed.locally("prototypes", *prototype_package.SETTINGS)
+    for site in bed.sites:
+        assert expected[site] and digests(bed.root / site / summary["run"], site) == expected[site]

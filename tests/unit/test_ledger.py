@@ -79,7 +79,7 @@ def test_unprotected_values_are_released_only_if_allowed_by_name(open_ledger, me
 
 def test_values_that_are_not_finite_are_not_released(open_ledger):
     ledger, spoilt = open_ledger(), np.array([0, np.nan], np.float32)
-    words = ("not finite in round 3", "lower train.lr")
+    words = ("not finite in round 3", "lower the learning rate")
     refused(lambda: release(ledger, 3, vector=spoilt), *words, error=WsiFlError)
     assert ledger.list_mechanisms() == []
 

@@ -55,7 +55,7 @@ _Without = Annotated[
     list[str] | None, Option(metavar="SITE", help="With --resume: go on without this site. Repeatable.")
 ]
 _Baselines = Annotated[
-    bool, Option("--baselines", help="Also the baselines of the method's paper, in a table (mpcpa).")
+    bool, Option("--baselines", help="Also the baselines of the method's paper, in a table.")
 ]
 _DryRun = Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")]
 _Plan = Annotated[

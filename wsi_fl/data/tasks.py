@@ -75,10 +75,6 @@ class Task(ABC):
         """Return the predictions float[b, k] of outputs."""
 
     @abstractmethod
-    def statistics_columns(self, truth: Tensor) -> Tensor:
-        """Return the columns of the class statistics in which examples count, int64[b] or float64[b]."""
-
-    @abstractmethod
     def baseline_prediction(self, n_outputs: int) -> PredictionArray:
         """Return the prediction float64[k] of a model without information."""
 
@@ -140,9 +136,6 @@ class _ClassesTask(Task):
     def predict(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(dim=1)
 
-    def statistics_columns(self, truth: Tensor) -> Tensor:
-        return truth
-
     def baseline_prediction(self, n_outputs: int) -> PredictionArray:
         return np.full(n_outputs, 1 / n_outputs)
 
@@ -185,10 +178,6 @@ class NumberTask(Task):
 
     def predict(self, outputs: Tensor) -> Tensor:
         return self.low + (outputs.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
-
-    def statistics_columns(self, truth: Tensor) -> Tensor:
-        """Return float64[b], each clipped place in the range, the weight in the second of two columns."""
-        return ((truth.double() - self.low) / (self.high - self.low)).clamp(0, 1)
 
     def baseline_prediction(self, n_outputs: int) -> PredictionArray:
         return np.full(n_outputs, (self.low + self.high) / 2)
@@ -267,14 +256,6 @@ class SurvivalTask(Task):
     def predict(self, outputs: Tensor) -> Tensor:
         return (-outputs).sigmoid().cumprod(dim=1)
 
-    def statistics_columns(self, truth: Tensor) -> Tensor:
-        """Return int64[b], sufficient for the loss: the interval of the event, or k + the number of the k intervals
-        that a censored patient has passed.
-        """
-        passed, failed = self._interval_masks(truth)
-        through = passed.sum(1)
-        return through.where(failed.any(1), through + len(self.ends))
-
     def baseline_prediction(self, n_outputs: int) -> PredictionArray:
         return np.cumprod(np.full(n_outputs, 0.5))
 
@@ -291,6 +272,22 @@ class SurvivalTask(Task):
 
 
 CLASSES = _ClassesTask()
+
+
+def target_columns(task: Task, truth: Tensor) -> Tensor:
+    """Return the columns in which truths count where a model is fitted from sums, int64[b], or weights float64[b].
+
+    For classes it is the class; for numbers the clipped place in the range, the weight in the second of two columns.
+    For survival it is sufficient for the loss: the interval of the event, or k + the number of the k intervals that a
+    censored patient has passed.
+    """
+    if isinstance(task, NumberTask):
+        return ((truth.double() - task.low) / (task.high - task.low)).clamp(0, 1)
+    if isinstance(task, SurvivalTask):
+        passed, failed = task._interval_masks(truth)
+        n_passed = passed.sum(1)
+        return n_passed.where(failed.any(1), n_passed + len(task.ends))
+    return truth
 
 
 def score_predictions(predictions: PredictionArray, truth: Truth, task: Task = CLASSES) -> dict[str, float | None]:

@@ -19,6 +19,7 @@ from wsi_fl.data.batches import load_batches
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.metrics import choose_classes
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits
+from wsi_fl.data.tasks import target_columns
 from wsi_fl.evidence import attacks
 from wsi_fl.evidence.audit_section import build_statistics_tables, list_audit_findings
 from wsi_fl.federation.methods import Method
@@ -305,7 +306,7 @@ def _unit_statistics(
 ) -> NDArray[np.float64]:
     """Return float64[units, k], the contribution of each unit to the class statistics."""
     ((x, y),) = load_batches(train, iter([rows]), augment=None, device=select_device())
-    z, y, unit_of_row = head.embed_rows(x).cpu(), train.task.statistics_columns(y.cpu()), units.of_row[rows]
+    z, y, unit_of_row = head.embed_rows(x).cpu(), target_columns(train.task, y.cpu()), units.of_row[rows]
     unit_tensor, head = torch.from_numpy(unit_of_row), head.cpu()
     order = np.argsort(unit_of_row, kind="stable")
     rows_by_unit = np.split(order, np.searchsorted(unit_of_row[order], np.arange(1, units.n)))

@@ -141,7 +141,9 @@ def _train_and_record(
     _freeze_diverged(site, previous_vectors, round_)
     for role, learner in site.learners.items():
         if not np.isfinite(learner.parameter_vector()).all():
-            raise WsiFlError(f"site {site.name}: its {role} model is not finite in round {round_}; lower train.lr")
+            raise WsiFlError(
+                f"site {site.name}: its {role} model is not finite in round {round_}; lower the learning rate"
+            )
     released = release_model(site, recipe.method, round_) if recipe.colluding is None else None
     if sends_buffer := sends_buffer and site.active:
         release_buffer(site, round_)
@@ -169,7 +171,7 @@ def _freeze_diverged(site: Site, previous_vectors: Mapping[str, NDArray[np.float
             learner.optimizer.state.clear()
             site.freeze_role(role)
             site.folder.log(
-                f"round {round_}: the {role} model was no longer finite and stays as it was before; lower train.lr"
+                f"round {round_}: the {role} model was no longer finite and stays as it was before; lower the learning rate"
             )
 
 

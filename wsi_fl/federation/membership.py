@@ -116,7 +116,7 @@ def find_first_rounds(sites: list[Site], recipe: Recipe, comm: Comm) -> dict[int
         last = max(checkpoint_rounds, default=0)
         if not _can_resume(checkpoint_rounds, first) and (last > first or not site.returning):
             raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, from which the others resume")
-        sent = min(site.ledger.last_final_round(), recipe.rounds)  # mpcpa sends its models after the last round
+        sent = min(site.ledger.last_final_round(), recipe.rounds)  # some methods send models after the last round
         # missed rounds; attempts at secure aggregation are no rounds
         missed = site.ledger.last_round() > last + 1 and recipe.colluding is None
         ahead = missed and not site.returning

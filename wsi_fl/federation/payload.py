@@ -62,7 +62,13 @@ class ModelPayload:
         raise UsageError("a trained model is given to `federate` by its caller")
 
     def build_trainer(self, learner: Learner, dp: DPSettings) -> PrivateTrainer:
-        """Return what makes the payload differentially private; by default DP-SGD."""
+        """Return what makes the payload differentially private; by default DP-SGD.
+
+        Raises:
+            WsiFlError: for a payload of a single release that has no mechanism of its own.
+        """
+        if self.is_single_release:
+            raise WsiFlError(f"{type(self).__name__} has no differential privacy of its own (build_trainer)")
         from wsi_fl.learning.local_training import build_dp_trainer
 
         return build_dp_trainer(learner, dp)

@@ -245,6 +245,7 @@ def predict_examples(
     return np.asarray(predictions)
 
 
+@torch.no_grad()
 def predict_with_models(
     models: Sequence[Callable[[Tensor], Tensor]],
     examples: Cohort,

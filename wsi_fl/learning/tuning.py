@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.data.metrics import Labels, Probabilities, fill_patient_names, mean_over_classes
-from wsi_fl.data.tasks import CLASSES, PredictionArray, Task, Truth, fold_strata, selection_score
+from wsi_fl.data.tasks import CLASSES, PredictionArray, Task, Truth, fold_strata, selection_score, target_columns
 
 _FOLDS = 5
 _STRENGTHS = (1e-2, 1e-1, 1.0, 10.0, 100.0)
@@ -100,7 +100,7 @@ def _fit_task_head(x: NDArray[Any], truth: Truth, patient: NDArray[np.str_], n_o
         tensor = torch.from_numpy(outputs)
         return float(task.compute_losses(tensor, targets).mean()), task.predict(tensor).numpy()
 
-    column, fit = (task.statistics_columns(targets).numpy(), _fit_ridge if task.kind == "number" else _fit_hazards)
+    column, fit = (target_columns(task, targets).numpy(), _fit_ridge if task.kind == "number" else _fit_hazards)
     folds = list(_split_folds(column > np.median(column), patient))
     return _cross_validate(x, column, n_outputs, fit, evaluate_outputs, folds)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wsi_fl.learning.local_training import Batch, Learners
-    from wsi_fl.oneshot.shared_head import HeadKind
+    from wsi_fl.oneshot.column_sums import HeadKind
     from wsi_fl.privacy.cipher import CipherStream
     from wsi_fl.stages.site.study_hooks import StudyHooks
     from wsi_fl.types import Shape

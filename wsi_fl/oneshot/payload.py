@@ -67,13 +67,14 @@ class StatisticsPayload(ModelPayload):
 
         from wsi_fl.data.batches import load_batches
         from wsi_fl.data.metrics import fill_patient_names
+        from wsi_fl.data.tasks import target_columns
 
         if not len(rows):
             return
         head, names = require_head(learner.model), fill_patient_names(rows.patient)
         patient = torch.from_numpy(np.unique(names, return_inverse=True)[1]).to(learner.device)
         for x, y in load_batches(rows, iter([np.arange(len(rows))]), augment=None, device=learner.device):
-            head.set_local_statistics(head.embed_rows(x), learner.task.statistics_columns(y), patient)
+            head.set_local_statistics(head.embed_rows(x), target_columns(learner.task, y), patient)
 
     def find_problem(
         self, message: Message, site: Site, learner: Learner, distances: Sequence[float], *, is_single: bool
@@ -146,10 +147,11 @@ def find_range_problem(vector: NDArray[np.generic], n_columns: int, *, is_noisy:
 
 def compute_statistics(learner: Learner, batch: Batch, noise: CipherStream) -> None:
     """Compute the class statistics of a batch of all examples, noisy for a private learner."""
+    from wsi_fl.data.tasks import target_columns
     from wsi_fl.oneshot.class_statistics import NoisyStatistics
 
     x, y, *patients = batch
     mechanism = learner.trainer or NoisyStatistics(0.0, 1.0, len(x))
     assert isinstance(mechanism, NoisyStatistics)  # another trainer would add no noise
-    columns: Tensor = learner.task.statistics_columns(y)
+    columns: Tensor = target_columns(learner.task, y)
     mechanism.fill(require_head(learner.model), x, columns, noise, patients[0] if patients else None)

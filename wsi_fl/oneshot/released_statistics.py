@@ -69,7 +69,7 @@ class StatisticsHeader(BaseModel):
     @property
     def columns(self) -> int:
         """Return the number of columns of sums; ValidationError when `task` is no `[target]`."""
-        from wsi_fl.oneshot.shared_head import count_columns  # and with it PyTorch
+        from wsi_fl.oneshot.column_sums import count_columns  # and with it PyTorch
 
         target = TargetSettings.model_validate_json(self.task or "{}")
         return count_columns(len(self.classes), target.target_kind)
@@ -109,7 +109,7 @@ def encode_file(statistics: ReleasedStatistics) -> bytes:
 
 def read_statistics(path: Path, label: str) -> ReleasedStatistics:
     """Read a released file; WsiFlError where numbers and header do not match."""
-    from wsi_fl.oneshot.shared_head import count_sums  # and with it PyTorch
+    from wsi_fl.oneshot.column_sums import count_sums  # and with it PyTorch
 
     try:
         tensors, document = load_tensors(path, "release")

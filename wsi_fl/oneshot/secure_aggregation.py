@@ -172,47 +172,60 @@ def _exchange_masked(
     return {k: [message for message in arrived if message.receiver == k] for k in messages}
 
 
-def _aggregate_survivors(local_sites: Sequence[Site], terms: _SumTerms, comm: Comm, *, round_: int) -> None:
-    parts = {
-        site.index: SecureSum(site.index, terms.present, terms.colluding, terms.dropouts, terms.mask_context(site))
-        for site in local_sites
-    }
-    responding = {k: [other for other in terms.present if other != k] for k in parts}
-    """The sites that each site has heard in time so far, and still waits for."""
+class _SurvivorExchange:
+    """Documents between the sites of a sum; a site that does not answer in time is waited for no more.
 
-    def exchange_documents(kind: type[_T], make_document: Callable[[int, int], _T]) -> dict[int, dict[int, _T]]:
-        pairs = [(k, to) for k in parts for to in responding[k]]
-        replies = comm.exchange_documents(
-            {(k, to): make_document(k, to) for k, to in pairs}, kind, [(to, k) for k, to in pairs]
-        )
-        for k in parts:
-            responding[k] = [other for other in responding[k] if (other, k) in replies]
-        return {k: {other: replies[other, k] for other in responding[k]} for k in parts}
+    Attributes:
+        parts: each local site's part of the sum, by index.
+        responding: the sites that each local site has heard in time so far, and still waits for.
+    """
 
-    def exchange_pieces(make_pieces: Callable[[int, int], Sequence[bytes]]) -> dict[int, dict[int, tuple[bytes, ...]]]:
-        replies = exchange_documents(
-            _SecretPieces, lambda k, to: {"pieces": [piece.hex() for piece in make_pieces(k, to)]}
-        )
+    def __init__(self, parts: Mapping[int, SecureSum], present: Sequence[int], comm: Comm) -> None:
+        self.parts, self._comm = parts, comm
+        self.responding = {k: [other for other in present if other != k] for k in parts}
+
+    def exchange_pieces(
+        self, make_pieces: Callable[[int, int], Sequence[bytes]]
+    ) -> dict[int, dict[int, tuple[bytes, ...]]]:
+        """Send each pair's pieces; return those received by each local site."""
+        replies = self._exchange(_SecretPieces, lambda k, to: {"pieces": [piece.hex() for piece in make_pieces(k, to)]})
         return {
             k: {other: tuple(map(bytes.fromhex, reply["pieces"])) for other, reply in site_replies.items()}
             for k, site_replies in replies.items()
         }
 
-    def exchange_holdings(holdings: Mapping[int, Collection[int]]) -> dict[int, list[list[int]]]:
-        replies = exchange_documents(_HeldSites, lambda k, _: {"sites": sorted(holdings[k])})
+    def exchange_holdings(self, holdings: Mapping[int, Collection[int]]) -> dict[int, list[list[int]]]:
+        """Send the sites whose keys or messages each local site holds; return what it hears from others."""
+        replies = self._exchange(_HeldSites, lambda k, _: {"sites": sorted(holdings[k])})
         return {k: [reply["sites"] for reply in site_replies.values()] for k, site_replies in replies.items()}
 
+    def _exchange(self, kind: type[_T], make_document: Callable[[int, int], _T]) -> dict[int, dict[int, _T]]:
+        pairs = [(k, to) for k in self.parts for to in self.responding[k]]
+        replies = self._comm.exchange_documents(
+            {(k, to): make_document(k, to) for k, to in pairs}, kind, [(to, k) for k, to in pairs]
+        )
+        for k in self.parts:
+            self.responding[k] = [other for other in self.responding[k] if (other, k) in replies]
+        return {k: {other: replies[other, k] for other in self.responding[k]} for k in self.parts}
+
+
+def _aggregate_survivors(local_sites: Sequence[Site], terms: _SumTerms, comm: Comm, *, round_: int) -> None:
+    parts = {
+        site.index: SecureSum(site.index, terms.present, terms.colluding, terms.dropouts, terms.mask_context(site))
+        for site in local_sites
+    }
+    exchange = _SurvivorExchange(parts, terms.present, comm)
     # 1. keys, and a share of each for every other site; only sites heard by all mask
-    parcels = exchange_pieces(lambda k, to: parts[k].parcels[to])
-    for k, holdings in exchange_holdings({k: parts[k].take_parcels(parcels[k]) for k in parts}).items():
+    parcels = exchange.exchange_pieces(lambda k, to: parts[k].parcels[to])
+    for k, holdings in exchange.exchange_holdings({k: parts[k].take_parcels(parcels[k]) for k in parts}).items():
         parts[k].join(holdings)
     # 2. messages, charged from here on
     local_messages = {
         site.index: _mask_statistics(site, terms, parts[site.index].mask_values, parts[site.index].sum_context)
         for site in local_sites
     }
-    arrived = _exchange_masked(local_messages, responding, terms, comm, lossy=True)
-    responding |= {k: [message.sender for message in arrived[k]] for k in parts}
+    arrived = _exchange_masked(local_messages, exchange.responding, terms, comm, lossy=True)
+    exchange.responding |= {k: [message.sender for message in arrived[k]] for k in parts}
     valid_messages = {
         k: {message.sender: message for message in arrived[k] if not _find_problem(message, local_messages[k])}
         | {k: local_messages[k]}
@@ -221,18 +234,19 @@ def _aggregate_survivors(local_sites: Sequence[Site], terms: _SumTerms, comm: Co
     # 3. votes for the sites whose messages all have, and then one seed of each site
     local_votes = {
         k: parts[k].vote_survivors(valid_messages[k], holdings)
-        for k, holdings in exchange_holdings(valid_messages).items()
+        for k, holdings in exchange.exchange_holdings(valid_messages).items()
     }
-    votes = exchange_pieces(lambda k, _: local_votes[k])
+    votes = exchange.exchange_pieces(lambda k, _: local_votes[k])
     local_openings = {k: parts[k].open_shares(votes[k]) for k in parts}
-    openings = exchange_pieces(lambda k, _: local_openings[k])
+    openings = exchange.exchange_pieces(lambda k, _: local_openings[k])
     for site in local_sites:
         k, part = site.index, parts[site.index]
         vectors = {other: _read_numbers(valid_messages[k][other]) for other in part.survivors}
-        _open_sum(site, terms.method, part.compute_total(vectors, openings[k] | {k: local_openings[k]}), len(vectors))
+        total = part.compute_total(vectors, openings[k] | {k: local_openings[k]})
+        _open_sum(site, terms.method, total, len(vectors))
         write_checkpoint(site, round_)
     for k in parts:
-        if lost_sites := sorted({*terms.present} - {k, *responding[k]}):
+        if lost_sites := sorted({*terms.present} - {k, *exchange.responding[k]}):
             raise PeerTimeout(
                 f"site {lost_sites[0]} was lost; the sum of the remaining sites is kept, go on --without it", lost_sites
             )

@@ -20,23 +20,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from math import sqrt
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from wsi_fl.models.mil import MeanOfBag
+from wsi_fl.oneshot.column_sums import (
+    ROUND_OFF,
+    TINY,
+    HeadKind,
+    count_columns,
+    count_sums,
+    embed_rows,
+    sum_by_column,
+    sum_groups,
+)
+from wsi_fl.oneshot.newton_step import BaselineModel, hazard_baseline, number_baseline, shrink_slope
 from wsi_fl.oneshot.projection import N_RANDOM, Projection, random_projection
 from wsi_fl.types import UsageError
 
-HeadKind = Literal["classes", "number", "survival"]
 COUNT_WEIGHT = 0.3
 """Weight of an example in the count of its class, for z of norm 1: counts need less precision than sums."""
 _SCALE = 1 / sqrt(1 + COUNT_WEIGHT**2)  # limits the norm of the statistics of one example to 1
 _PATIENT_CLIP = 0.4
 """Clipping norm of the mean of a patient's patches, in norms of one example: patches vary more than their means."""
-_ROUND_OFF = 1e-6
 _RIDGE = 0.5  # added to the covariance, in parts of its mean variance
 _MIN_SIGNAL_FRACTION = 0.01  # keeps the order of probabilities
 _UNKNOWN_LOGIT = -30.0  # logit of a class without statistics
@@ -132,7 +140,7 @@ class SharedHead(nn.Module):
         n_features = x.shape[-1] - (1 if isinstance(self.pooled, MeanOfBag) else 0)
         if n_features != len(self.mean):
             raise UsageError(f"the head sums {len(self.mean)} features, and the rows have {n_features}")
-        return _embed_rows(self.pooled(x), self.mean, self.components)
+        return embed_rows(self.pooled(x), self.mean, self.components)
 
     def pack_statistics(self, z: Tensor, y: Tensor) -> Tensor:
         """Return the statistics float64[k] of examples z[b, d]; those of one example have a norm of at most 1.
@@ -143,18 +151,18 @@ class SharedHead(nn.Module):
             y: int64[b], the column of each example, such as its class; or float64[b], its weight from 0 to 1 in the
                 second of two columns, with the remainder in the first.
         """
-        return self._flatten_sums(_sum_by_column(z, y, self.shape[0], weights=self.kind == "number"))
+        return self._flatten_sums(sum_by_column(z, y, self.shape[0], weights=self.kind == "number"))
 
     def pack_patient_means(self, z: Tensor, y: Tensor) -> Tensor:
         """Return the statistics float64[k] of one patient's examples: the mean of each class, counted once.
 
         With fractional weights it is the mean of the examples' statistics. The caller clips the result.
         """
-        sums = _sum_by_column(z, y, self.shape[0], weights=self.kind == "number")
+        sums = sum_by_column(z, y, self.shape[0], weights=self.kind == "number")
         counts = sums[:, -1:].sum() if y.is_floating_point() else sums[:, -1:]
         means = sums / counts.clamp(min=1)
         means[:, :-1] /= self.clip_scale
-        norms = means[:, :-1].norm().clamp(min=1) * (1 + _ROUND_OFF)
+        norms = means[:, :-1].norm().clamp(min=1) * (1 + ROUND_OFF)
         means[:, :-1] /= norms
         return self._flatten_sums(means)
 
@@ -175,7 +183,7 @@ class SharedHead(nn.Module):
                 different patients (Liang and Zeger, "Longitudinal data analysis using generalized linear models",
                 Biometrika 1986). None for a different patient of each example.
         """
-        self.local_sums.copy_(_sum_by_column(z, y, self.shape[0], weights=self.kind == "number"))
+        self.local_sums.copy_(sum_by_column(z, y, self.shape[0], weights=self.kind == "number"))
         group, sums = y, self.local_sums
         if self.kind != "classes":
             group = torch.zeros(len(y), dtype=torch.int64, device=y.device)
@@ -192,9 +200,9 @@ class SharedHead(nn.Module):
         self.design_effect.fill_(n / units)  # without an estimate of the variation between patients
         self.rows_per_unit.copy_(torch.where(self.clip_scale < 1, self.design_effect, 1.0))
         if units > n_groups:
-            unit_variation = _sum_groups(deviations, unit, units).square().sum() / (1 - n_groups / units)
+            unit_variation = sum_groups(deviations, unit, units).square().sum() / (1 - n_groups / units)
             row_variation = deviations.square().sum() / (1 - n_groups / n)
-            self.design_effect.copy_((unit_variation / row_variation.clamp(min=_TINY)).clamp(min=1.0))
+            self.design_effect.copy_((unit_variation / row_variation.clamp(min=TINY)).clamp(min=1.0))
 
     @torch.no_grad()
     def set_noisy_statistics(self, exact: Tensor, noisy: Tensor, variance: float | Tensor) -> None:
@@ -219,7 +227,7 @@ class SharedHead(nn.Module):
         table = noisy.view(self.shape)
         counts, noise = table[:, -1] / (COUNT_WEIGHT * _SCALE), variance / _SCALE**2
         deviations = counts - counts.mean()
-        noise_share = (len(counts) - 1) * noise / COUNT_WEIGHT**2 / deviations.square().sum().clamp(min=_TINY)
+        noise_share = (len(counts) - 1) * noise / COUNT_WEIGHT**2 / deviations.square().sum().clamp(min=TINY)
         counts = (counts.mean() + deviations * (1 - noise_share).clamp(min=0)).clamp(min=1)
         v = self.covariance.trace() / len(self.covariance) / self.clip_scale**2
         weights = counts / (v * counts + noise)
@@ -275,16 +283,16 @@ class SharedHead(nn.Module):
         sums, counts = self.unpack_statistics(statistics)
         noise = statistics[-len(counts) :].clamp(min=0) / _SCALE**2 * self.clip_scale**2
         counts, unit_variance = counts.clamp(min=0), v * self.design_effect / self.rows_per_unit
-        precisions = counts / (unit_variance * counts + noise).clamp(min=_TINY)
+        precisions = counts / (unit_variance * counts + noise).clamp(min=TINY)
         # 3. Local and others' means, weighted by precision.
         local_variance = v * self.design_effect
         precision = counts * precisions + self.local_sums[:, -1] / local_variance
         weighted_sums = sums * precisions[:, None] + self.local_sums[:, :-1] / local_variance
-        means = weighted_sums / precision.clamp(min=_TINY)[:, None]
+        means = weighted_sums / precision.clamp(min=TINY)[:, None]
         return means, precision * v, within
 
     @torch.no_grad()
-    def newton_step(self) -> tuple[Tensor, Tensor, _BaselineModel, Tensor]:
+    def newton_step(self) -> tuple[Tensor, Tensor, BaselineModel, Tensor]:
         """Return the linear model of a number or of hazards, one Newton step from the baseline without features.
 
         An example of another site has less weight than a local one because of the noise. Σ r z over others' examples
@@ -295,7 +303,7 @@ class SharedHead(nn.Module):
             The slope float64[d], the z float64[d] at which the model equals the baseline, the baseline, and float64[2],
                 the effective examples of each of two classes, local ones and all: a quarter of their information.
         """
-        d, build_baseline = self.shape[1] - 1, _number_baseline if self.kind == "number" else _hazard_baseline
+        d, build_baseline = self.shape[1] - 1, number_baseline if self.kind == "number" else hazard_baseline
         # 1. Variances of z and residuals: public examples and uniform residuals count as much as d local ones.
         n = float((self.local_sums[:, -1].sum() - 1).clamp(min=0))
         within = (self.scatter + d * self.covariance) / (n + d)
@@ -314,18 +322,16 @@ class SharedHead(nn.Module):
             self.design_effect / self.rows_per_unit,
         )
         hidden = noise * baseline.residuals.square().sum() / (residual_variance * within.trace() / d)
-        weight = other_information / (other_information * design_effect + hidden).clamp(min=_TINY)
+        weight = other_information / (other_information * design_effect + hidden).clamp(min=TINY)
         # 3. The step from all examples.
         all_sums = local_sums + other_sums * weight
         model = build_baseline(all_sums[:, -1])
-        middle = all_sums[:, :-1].sum(0) / all_sums[:, -1].sum().clamp(min=_TINY)
+        middle = all_sums[:, :-1].sum(0) / all_sums[:, -1].sum().clamp(min=TINY)
         gradient = model.residuals @ (all_sums[:, :-1] - all_sums[:, -1:] * middle)
         information = torch.stack([model.information @ local_sums[:, -1], model.information @ all_sums[:, -1]])
         sampled = residual_variance * (information[0] + weight**2 * other_information * design_effect)
         uncertainty = weight**2 * noise * model.residuals.square().sum()
-        slope = _shrink_slope(
-            gradient, information[1].clamp(min=_TINY), within, residual_variance, sampled, uncertainty
-        )
+        slope = shrink_slope(gradient, information[1].clamp(min=TINY), within, residual_variance, sampled, uncertainty)
         return slope, middle, model, information / 4
 
     @torch.no_grad()
@@ -363,7 +369,7 @@ class SharedHead(nn.Module):
             local_rows, federated_rows = self.newton_step()[3].tolist()
             return local_rows, federated_rows
         row_counts = self.local_sums[:, -1] / self.design_effect, self.class_means()[1]
-        local_rows, federated_rows = (float(len(rows) / (1 / rows.clamp(min=_TINY)).sum()) for rows in row_counts)
+        local_rows, federated_rows = (float(len(rows) / (1 / rows.clamp(min=TINY)).sum()) for rows in row_counts)
         return local_rows, federated_rows
 
     @torch.no_grad()
@@ -415,12 +421,9 @@ class SolvedHead(nn.Module):
             self.register_buffer(name, value.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        z = _embed_rows(self.pooled(x), self.mean, self.components)
+        z = embed_rows(self.pooled(x), self.mean, self.components)
         logits: Tensor = torch.addmm(self.bias, z, self.weights).float()
         return logits
-
-
-_TINY = 1e-30
 
 
 def _signal_fraction(means: Tensor, rows: Tensor, inverse: Tensor, v: Tensor) -> Tensor:
@@ -440,118 +443,5 @@ def _signal_fraction(means: Tensor, rows: Tensor, inverse: Tensor, v: Tensor) ->
     total = ((deviations @ inverse) * deviations).sum()
     noise_part = (1 - 1 / len(means)) * inverse.trace() * (v / rows).sum()
     noise_part = noise_part * (1 + 2 * (2 / len(inverse)) ** 0.5)  # plus two standard deviations
-    fraction: Tensor = 1 - noise_part / total.clamp(min=_TINY)
+    fraction: Tensor = 1 - noise_part / total.clamp(min=TINY)
     return fraction.clamp(min=_MIN_SIGNAL_FRACTION)
-
-
-def _embed_rows(x: Tensor, mean: Tensor, components: Tensor) -> Tensor:
-    rows = nn.functional.layer_norm(x, x.shape[-1:]).double() - mean.double()
-    z = rows @ components.double()
-    z = z / z.norm(dim=1, keepdim=True).clamp(min=1) * (1 - _ROUND_OFF)
-    return torch.where(z.isfinite().all(1, keepdim=True), z, 0.0)
-
-
-def _sum_by_column(z: Tensor, y: Tensor, n_columns: int, *, weights: bool) -> Tensor:
-    """Return the sums and counts float64[columns, d + 1] of the rows z[b, d] by column.
-
-    Args:
-        weights: whether y are weights of the second of two columns.
-
-    Raises:
-        UsageError: for a column out of range, or a weight outside 0 to 1, which would exceed the clipping norm.
-    """
-    if y.shape != z.shape[:1] or y.is_floating_point() != weights:
-        kind = "weights float64" if weights else "columns int64"
-        raise UsageError(f"{len(z)} rows need as many {kind}, not {list(y.shape)} of {y.dtype}")
-    maximum = 1 if weights else n_columns - 1
-    is_valid = (y >= 0) & (y <= maximum)
-    if not bool(is_valid.all()):
-        row = int(is_valid.int().argmin())
-        raise UsageError(f"row {row} has the label {y[row].item():g}; labels are 0 to {maximum}")
-    with_count = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
-    if not y.is_floating_point():
-        return _sum_groups(with_count, y, n_columns)
-    share, first = y[:, None], torch.zeros(len(y), dtype=torch.int64)
-    return _sum_groups(with_count * (1 - share), first, n_columns) + _sum_groups(
-        with_count * share, first + 1, n_columns
-    )
-
-
-def _sum_groups(rows: Tensor, group: Tensor, n: int) -> Tensor:
-    """Return the sums [n, d] of rows [b, d] by group int64[b], on the CPU, since GPUs add in random order."""
-    sums = torch.zeros(n, rows.shape[1], dtype=rows.dtype)
-    return sums.index_add_(0, group.cpu(), rows.cpu()).to(rows.device)
-
-
-def count_columns(n_outputs: int, kind: HeadKind = "classes") -> int:
-    """Return the number of columns of class statistics: one per class, two for a number, 2k + 1 for k intervals."""
-    return {"classes": n_outputs, "number": 2, "survival": 2 * n_outputs + 1}[kind]
-
-
-def count_sums(n_columns: int, n_directions: int) -> int:
-    """Return the length of packed statistics: each column's sum and count, and the variance of their noise."""
-    return n_columns * (n_directions + 2)
-
-
-_PRIOR_ROWS = 4.0
-"""Prior examples of each interval, with the mean hazard, against hazards of 0 or 1."""
-_EXPLAINED_VARIANCES = torch.logspace(-2, 0.5, 11, dtype=torch.float64)
-"""Grid of the variance explained by z, in parts of that of residuals."""
-
-
-class _BaselineModel(NamedTuple):
-    """The baseline model without features."""
-
-    residuals: Tensor  # float64[columns], r of an example of each column
-    # float64[columns], information of an example of each column about the slope, in parts of the covariance of z
-    information: Tensor
-    offsets: Tensor  # float64[outputs], its outputs: ū, or the logit of each interval's hazard
-
-
-def _number_baseline(counts: Tensor) -> _BaselineModel:
-    """Return the baseline of numbers u in [0, 1] from counts float64[2], the sums of 1 − u and of u."""
-    mean = (counts[1] + _TINY / 2) / (counts.sum() + _TINY)
-    return _BaselineModel(torch.stack([-mean, 1 - mean]), torch.ones_like(counts), mean[None])
-
-
-def _hazard_baseline(counts: Tensor) -> _BaselineModel:
-    """Return the baseline of hazards in k intervals from counts float64[2k + 1].
-
-    The first k count events by interval, the others censored patients after 0, 1, …, k passed intervals.
-    """
-    k = len(counts) // 2
-    events, passed = counts[:k], counts[k + 1 :]
-    at_risk = (events + passed).flip(0).cumsum(0).flip(0)
-    mean_hazard = (events.sum() + _TINY / 2) / (at_risk.sum() + _TINY)
-    hazard = ((events + _PRIOR_ROWS * mean_hazard) / (at_risk + _PRIOR_ROWS)).clamp(1e-4, 1 - 1e-4)
-    cumulative = torch.nn.functional.pad(torch.stack([hazard, hazard * (1 - hazard)]).cumsum(1), (1, 0))
-    (so_far, spread), event = cumulative, torch.ones_like(events)
-    return _BaselineModel(
-        torch.cat([event - so_far[1:], -so_far]), torch.cat([spread[1:], spread]), torch.logit(hazard)
-    )
-
-
-def _shrink_slope(
-    gradient: Tensor,
-    information: Tensor,
-    within: Tensor,
-    residual_variance: Tensor | float,
-    sampled: Tensor,
-    noise: Tensor,
-) -> Tensor:
-    """Return the posterior mean of the slope float64[d] given the gradient float64[d].
-
-    The gradient Σ r z has the mean V C β, with the information V and the covariance C of z, here `within`, and the
-    variance sampled · C + noise · I. The prior of β is isotropic; its scale is such that z explains from 1 % to three
-    times the variance of residuals (`residual_variance`, in parts of the value in V), averaged by evidence (MacKay,
-    "Bayesian interpolation", Neural Computation 1992).
-    """
-    spread, axes = torch.linalg.eigh(within)
-    spread, coefficients = spread.clamp(min=_TINY), axes.mT @ gradient / information
-    chance = (sampled * spread + noise) / information**2
-    size = residual_variance * _EXPLAINED_VARIANCES.to(spread)[:, None] / spread.sum()
-    total_variance = size * spread**2 + chance
-    log_evidence = -(total_variance.log() + coefficients**2 / total_variance).sum(1) / 2
-    posterior = log_evidence.softmax(0)[:, None] * size * spread * coefficients / total_variance
-    slope: Tensor = axes @ posterior.sum(0)
-    return slope

@@ -280,7 +280,9 @@ class PrivacyLedger:
                 f'add allow = ["{content}"] there, or switch privacy on'
             )
         if not np.isfinite(vector).all():
-            raise WsiFlError(f"site {self.site}: its {content} is not finite in round {round_}; lower train.lr")
+            raise WsiFlError(
+                f"site {self.site}: its {content} is not finite in round {round_}; lower the learning rate"
+            )
         sha256 = digest_values(vector)
         round_ = self.record(round_, mechanism, f"{content} {sha256}")
         return self._seal_release(round_, vector, schema, weight, sha256)

@@ -26,8 +26,8 @@ from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.site.target_labels import describe_target
-from wsi_fl.stages.training.initial_models import find_architecture
 from wsi_fl.stages.training.finished_runs import FinishedRun
+from wsi_fl.stages.training.initial_models import find_architecture
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.files import file_sha256, write_json, write_text

@@ -20,13 +20,13 @@ from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.cross_site import load_cross_site_scores
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
 from wsi_fl.stages.runtime.console import print_message
-from wsi_fl.stages.site.run_context import RunContext, restore_study
+from wsi_fl.stages.site.run_context import RunContext, find_method, restore_study
 from wsi_fl.stages.site.site_data import SiteData
+from wsi_fl.stages.site.study_hooks import find_hooks
 from wsi_fl.stages.training.finished_runs import FinishedRun, find_finished_runs
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.toml import read_setting
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UNLABELLED, WsiFlError
 
@@ -162,9 +162,9 @@ def find_baselines(context: RunContext, reference: FinishedRun) -> Iterable[Json
             continue
         if tuple(evaluation["scores"]) != context.task.scores or _test_set_key(other) != _test_set_key(reference):
             continue
-        key = "mpcpa.per_class"
-        if other.method == "mpcpa" and read_setting(other.pipeline, key) != read_setting(context.pipeline, key):
-            continue  # a point of the curve over generated images
+        hooks = find_hooks(find_method(other.method, other.pipeline))
+        if hooks.distinguishing_settings(other.pipeline) != hooks.distinguishing_settings(context.pipeline):
+            continue
         sites = other.summary["sites"]
         epsilons, guarantee = [row["epsilon"] for row in sites], sites[0]["guarantee"]
         dp = guarantee != "none"

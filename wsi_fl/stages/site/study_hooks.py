@@ -84,6 +84,10 @@ class StudyHooks:
     def after_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
         """Do what follows the last round."""
 
+    def distinguishing_settings(self, pipeline: Pipeline) -> tuple[object, ...]:
+        """Return the values by which runs of the method on the same examples are no repetitions in a report."""
+        return ()
+
     def voting_rule(self, pipeline: Pipeline) -> str:
         """Return the rule by which the sites' predictions are aggregated: "mean" or another of `score_voting_rules`."""
         return "mean"

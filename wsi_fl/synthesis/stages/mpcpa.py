@@ -242,6 +242,10 @@ class _GeneratorHooks(StudyHooks):
     def count_bytes(self, pipeline: Pipeline, disclosure: Disclosure, shape: Shape, n_classes: int) -> int | None:
         return _count_bytes(pipeline, shape, n_classes)
 
+    def distinguishing_settings(self, pipeline: Pipeline) -> tuple[object, ...]:
+        """Return the point of the curve over generated images."""
+        return (pipeline.find_section(Mpcpa).per_class,)
+
     def voting_rule(self, pipeline: Pipeline) -> str:
         return pipeline.find_section(Mpcpa).aggregate
 

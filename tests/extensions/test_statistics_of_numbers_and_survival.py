@@ -12,16 +12,17 @@ from test_prediction_targets import NUMBER, OPEN, SURVIVAL, make, sksurv
 from training_runs import answers, of_site, trained
 
 from wsi_fl.data.survival import compute_risk
-from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask
+from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, target_columns
 from wsi_fl.evidence.audit_run import audit_run
 from wsi_fl.hospitals.plans.disclosures import list_disclosures
 from wsi_fl.learning.ensemble import Ensemble, is_worse_than_local
 from wsi_fl.learning.local_training import DPSettings, Learner
 from wsi_fl.learning.tuning import fit_linear_head
 from wsi_fl.oneshot.class_statistics import NoisyStatistics, explain_invalid_statistics
+from wsi_fl.oneshot.newton_step import hazard_baseline, number_baseline
 from wsi_fl.oneshot.payload import StatisticsPayload, compute_statistics
 from wsi_fl.oneshot.release_statistics import release_statistics
-from wsi_fl.oneshot.shared_head import SharedHead, _hazard_baseline, _number_baseline
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
@@ -59,7 +60,7 @@ def empty(task):
 
 def make_head(task, x, truth, noise=0.0):
     """Make a head of a site with these rows and its noisy statistics."""
-    head, columns = empty(task), task.statistics_columns(torch.from_numpy(truth))
+    head, columns = empty(task), target_columns(task, torch.from_numpy(truth))
     z = head.embed_rows(torch.from_numpy(x))
     head.set_local_statistics(z, columns)
     exact = head.pack_statistics(z, columns)
@@ -80,13 +81,13 @@ def test_survival_columns_are_sufficient_for_the_likelihood_of_a_patient():
     losses = task.compute_losses(outputs.expand(20, 3), truth)
     at_end = torch.cat([torch.ones(1), task.predict(outputs[None])[0]])
     likely = torch.cat([at_end[:-1] - at_end[1:], at_end])  # of an event in each interval, of passing it
-    torch.testing.assert_close(losses, -likely[task.statistics_columns(truth)].log())
+    torch.testing.assert_close(losses, -likely[target_columns(task, truth)].log())
 
 
 def test_the_sum_of_residuals_times_features_is_the_gradient_of_the_likelihood_where_no_feature_counts():
     task, (x, truth) = SurvivalTask(ENDS), rows_of(SurvivalTask(ENDS), 80, 0)
-    columns, z = task.statistics_columns(torch.from_numpy(truth)), torch.from_numpy(x).double()
-    model = _hazard_baseline(torch.bincount(columns, minlength=7).double())
+    columns, z = target_columns(task, torch.from_numpy(truth)), torch.from_numpy(x).double()
+    model = hazard_baseline(torch.bincount(columns, minlength=7).double())
     slope = torch.zeros(D, dtype=torch.float64, requires_grad=True)
 
     def loss(at):
@@ -99,9 +100,9 @@ def test_the_sum_of_residuals_times_features_is_the_gradient_of_the_likelihood_w
 
 
 def test_numbers_are_scaled_to_their_range_and_clipped():
-    columns = NumberTask(10, 30).statistics_columns(torch.tensor([10.0, 15.0, 30.0, 99.0]))
+    columns = target_columns(NumberTask(10, 30), torch.tensor([10.0, 15.0, 30.0, 99.0]))
     assert columns.tolist() == [0, 0.25, 1, 1]
-    assert _number_baseline(torch.zeros(2, dtype=torch.float64)).offsets.tolist() == [0.5]
+    assert number_baseline(torch.zeros(2, dtype=torch.float64)).offsets.tolist() == [0.5]
 
 
 def test_class_statistics_are_the_sum_and_count_of_the_rows_of_each_class_bit_for_bit():
@@ -110,7 +111,7 @@ def test_class_statistics_are_the_sum_and_count_of_the_rows_of_each_class_bit_fo
     sums = torch.zeros(3, D + 1, dtype=torch.float64)
     sums.index_add_(0, y, torch.cat([z, torch.ones(500, 1, dtype=torch.float64)], dim=1))
     was = torch.cat([sums[:, :-1], 0.3 * sums[:, -1:]], dim=1).flatten() * (1 / np.sqrt(1 + 0.3**2))
-    assert torch.equal(SharedHead(3, D).pack_statistics(z, CLASSES.statistics_columns(y)), was)
+    assert torch.equal(SharedHead(3, D).pack_statistics(z, target_columns(CLASSES, y)), was)
 
 
 def extremes(task, n, seed):
@@ -126,7 +127,7 @@ def extremes(task, n, seed):
 def letter_of(dp, head, task, rows, *whose):
     x, truth = rows
     return dp.clip_statistics(
-        head, head.embed_rows(torch.from_numpy(x)), task.statistics_columns(torch.from_numpy(truth)), *whose
+        head, head.embed_rows(torch.from_numpy(x)), target_columns(task, torch.from_numpy(truth)), *whose
     )
 
 
@@ -152,7 +153,7 @@ def test_a_patient_changes_the_statistics_by_at_most_one_for_any_number_of_rows(
     assert max(changes) <= 1
     if task.kind == "number":  # a patient each, not a row each; rows in several columns are clipped as one
         assert float(head.unpack_statistics(whole)[1].sum()) == pytest.approx(4)
-    z, columns = head.embed_rows(torch.from_numpy(x)), task.statistics_columns(torch.from_numpy(truth))
+    z, columns = head.embed_rows(torch.from_numpy(x)), target_columns(task, torch.from_numpy(truth))
     assert float((head.pack_statistics(z, columns) - head.pack_statistics(z[70:], columns[70:])).norm()) > 5
 
 
