@@ -236,7 +236,7 @@ class ViewServer:
         self._server.should_exit = True
 
 
-class ServerDocument(TypedDict):
+class _ServerDocument(TypedDict):
     """The `--json` document of `view`."""
 
     url: str
@@ -248,7 +248,7 @@ class ServerDocument(TypedDict):
     not_shown: list[dict[str, str]]
 
 
-def describe_server(server: ViewServer) -> ServerDocument:
+def describe_server(server: ViewServer) -> _ServerDocument:
     """Return the page's address, the command of a tunnel, and what is shown."""
     port, slides = server.port, server.gallery.exhibits
     return {
@@ -261,7 +261,7 @@ def describe_server(server: ViewServer) -> ServerDocument:
     }
 
 
-def address_lines(document: ServerDocument) -> Lines:
+def address_lines(document: _ServerDocument) -> Lines:
     """Yield the page's address and the command of a tunnel."""
     n = document["slides"]
     yield f"{document['title']}: {n} slide{'' if n == 1 else 's'}"

@@ -30,7 +30,7 @@ _REGULAR, _MPCPA, _JOINT, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "ge
 _ROW_PREFIXES = {"A": _REGULAR, "B": _MPCPA}
 
 
-class BaselinesDocument(TypedDict):
+class _BaselinesDocument(TypedDict):
     """The document `mpcpa.json` of a run."""
 
     run: str
@@ -82,7 +82,7 @@ def run_baselines(
     overrides: Sequence[str] = (),
     backend: str = "mpi",
     watcher: Watcher | None = None,
-) -> BaselinesDocument:
+) -> _BaselinesDocument:
     """Train and evaluate mpcpa and its baselines unless done; write `mpcpa.json` into the run.
 
     Raises:
@@ -134,7 +134,7 @@ def _build_document(
     runs: Mapping[str, RunFolder],
     evaluations: Mapping[str, Mapping[str, Any]],
     curve: Mapping[int, Mapping[str, Any]],
-) -> BaselinesDocument:
+) -> _BaselinesDocument:
     study, pipeline = context.study, context.pipeline
     return {
         "run": study.relative_path(runs[_MPCPA].path),
@@ -187,7 +187,7 @@ def _read_memorization(study: Study, site: str) -> dict[str, object]:
     }
 
 
-def render_baseline_lines(document: BaselinesDocument) -> Lines:
+def render_baseline_lines(document: _BaselinesDocument) -> Lines:
     """Yield accuracies of all models, transfers, and distances of all denoisers' images."""
     rows = [[str(row["row"]), *(format_number(row[name]) for name in SCORES)] for row in document["rows"]]
     title = f"on {document['n_test']} test images of all sites"

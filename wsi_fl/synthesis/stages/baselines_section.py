@@ -15,7 +15,7 @@ BASELINES_FILE = "mpcpa.json"
 _AGGREGATED_ROWS = ("aggregated A", "aggregated B")
 
 
-class BaselinesSection:
+class _BaselinesSection:
     """The section "Local and generated images"."""
 
     def build_section(self, context: SectionContext) -> PageSection | None:
@@ -36,7 +36,7 @@ class BaselinesSection:
         return PageSection("generated", "Local and generated images", "aggregation", html)
 
 
-BASELINES = BaselinesSection()
+BASELINES = _BaselinesSection()
 """The entry of `wsi_fl.report_sections`."""
 
 

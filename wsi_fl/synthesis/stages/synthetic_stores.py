@@ -30,7 +30,7 @@ from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 _SLIDE = "synthetic"
 
 
-class SampleDocument(TypedDict):
+class _SampleDocument(TypedDict):
     """The `--json` document of `synthesize sample`."""
 
     site: str
@@ -55,7 +55,7 @@ def sample_generator(
     generator: str | None = None,
     as_site: bool = False,
     despite_failed_check: bool = False,
-) -> SampleDocument:
+) -> _SampleDocument:
     """Write `stores/<name>/patches.h5` of synthetic patches, all of split train; return the `--json` document.
 
     Args:
@@ -125,7 +125,7 @@ def _require_free_name(study: Study, name: str) -> None:
         raise UsageError(f"sites/{name}.toml exists already; use another --name")
 
 
-def render_sample_lines(document: SampleDocument) -> Lines:
+def render_sample_lines(document: _SampleDocument) -> Lines:
     """Yield the written store and the limits of its check."""
     generator = document["generator"]
     yield TextLine(f"{document['patches']} synthetic patches: {document['store']}")
