@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,9 +54,7 @@ _LeaveSiteOut = Annotated[
 _Without = Annotated[
     list[str] | None, Option(metavar="SITE", help="With --resume: go on without this site. Repeatable.")
 ]
-_Baselines = Annotated[
-    bool, Option("--baselines", help="Also the baselines of the method's paper, in a table.")
-]
+_Baselines = Annotated[bool, Option("--baselines", help="Also the baselines of the method's paper, in a table.")]
 _DryRun = Annotated[bool, Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")]
 _Plan = Annotated[
     Path | None,
@@ -154,7 +152,9 @@ def _start_training(study: Study, series: Mapping[str, Any] | None, as_json: boo
 
     keys = study.load_pipeline(study.pipeline_name(options["pipeline_name"]), options["overrides"]).train
     is_series = series is not None or (keys.folds is not None and keys.fold is None)
-    start = partial(stage.train_series, **(series or {})) if is_series else stage.train
+    start: Callable[..., Summary | SeriesSummary] = (
+        partial(stage.train_series, **(series or {})) if is_series else stage.train
+    )
     run_work("train", partial(start, study, **options), as_json, stage.train_lines)
 
 

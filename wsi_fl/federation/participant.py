@@ -13,10 +13,10 @@ from torch import nn
 from wsi_fl.data.batches import draw_epoch_rows, load_batches
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits
-from wsi_fl.learning.ensemble import COMMON, LOCAL
 from wsi_fl.federation.methods import Role
 from wsi_fl.federation.recipe import Recipe
 from wsi_fl.federation.site_state import Buffer, Site
+from wsi_fl.learning.ensemble import COMMON, LOCAL
 from wsi_fl.learning.local_models import build_learner, fit_local_models, is_linear_head
 from wsi_fl.learning.local_training import DPSettings, Learner, take_supervised_step
 from wsi_fl.learning.tuning import HyperParameters

@@ -20,7 +20,6 @@ from wsi_fl.stages.training.finished_runs import find_finished_run
 from wsi_fl.stages.training.train import begin_run
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.baselines_section import write_baselines
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.synthesis.stages.baselines_section import BASELINES_FILE
 from wsi_fl.system.files import read_json, write_sealed
