@@ -20,7 +20,6 @@ from wsi_fl.types import WsiFlError
 
 NAMES = ("C1", "C2", "C3", "C4")
 PHASES = ("hands out", "tells whose keys", "sends", "tells whose messages", "votes", "opens")
-METHOD = METHODS["oneshot"]
 CPU = torch.device("cpu")
 
 
@@ -106,7 +105,7 @@ def site_of(folder, index, sigma):
     return Site(index, NAMES[index], {"shared": learner}, (), {}, ledger, kept, CPU, plan, None, 2)
 
 
-SCHEDULE = SimpleNamespace(colluding=1, dropouts=1, insecure_seed=None)
+RECIPE = SimpleNamespace(method=METHODS["oneshot"], colluding=1, dropouts=1, insecure_seed=None)
 
 
 def together(folder, comm_of, sigma=0.0):
@@ -118,7 +117,7 @@ def together(folder, comm_of, sigma=0.0):
         comm = None
         try:
             comm = comm_of(k)
-            aggregate_statistics([sites[k]], METHOD, comm, SCHEDULE, range(4), round_=1)
+            aggregate_statistics([sites[k]], comm, RECIPE, range(4), round_=1)
         except (GoneError, WsiFlError) as error:
             raised[k] = error
             comm.leave() if hasattr(comm, "leave") else None
@@ -192,7 +191,7 @@ def test_the_sum_without_a_dropped_out_site_is_charged_once_and_has_the_plans_no
     # two of three sites carry the noise of the plan, so three carry half as much again
     assert float(torch.cat(noise).detach().std()) == pytest.approx(2.0 * 1.5**0.5, rel=0.3)
     left = [sites[k] for k in range(3)]  # as they go on without it, nothing is sent again
-    aggregate_statistics(left, METHOD, LocalComm(4, running=range(3)), SCHEDULE, range(3), round_=1)
+    aggregate_statistics(left, LocalComm(4, running=range(3)), RECIPE, range(3), round_=1)
     assert [len(charges(site)) for site in left] == [1, 1, 1]
 
 
@@ -201,7 +200,7 @@ def test_the_remaining_sites_restart_after_a_void_sum_with_a_smaller_tolerance(t
     sites, raised = together(tmp_path, make_exchange("votes", [2, 3]), sigma=2.0)
     assert len(raised) == 4
     left = [sites[k] for k in range(3)]
-    aggregate_statistics(left, METHOD, LocalComm(4, running=range(3)), SCHEDULE, range(3), round_=1)
+    aggregate_statistics(left, LocalComm(4, running=range(3)), RECIPE, range(3), round_=1)
     assert [len(charges(site)) for site in left] == [2, 2, 2]
     assert float(head_of(left[0]).released[-1]) == pytest.approx(2.0**2 / 2, rel=1e-3)
 

@@ -97,18 +97,12 @@ def build_projection(
         _require_public(study, files)
     pipeline = study.load_pipeline(study.pipeline_name(pipeline_name), overrides)
     encoder = load_encoder(study, pipeline, "features", n_cores())
-    progress = watcher or SilentProgress()
-    rows, origins, skipped = [], [], []
+    progress, rows, origins, skipped = watcher or SilentProgress(), [], [], []
     for path in files:
         progress.update(path.name, 0, 1)
     for path in files:
-        is_store = path.suffix == ".h5"
         try:
-            features = (
-                _load_store_features(path, encoder.label)
-                if is_store
-                else _extract_features(path, study, pipeline, encoder, mpp)
-            )
+            features = _load_features(path, study, pipeline, encoder, mpp)
         except WsiFlError as error:
             if path in sources or isinstance(error, UsageError):
                 raise
@@ -120,13 +114,9 @@ def build_projection(
     if not rows:
         raise WsiFlError(f"--from: no slide, picture or feature store{_name_examples(skipped)}")
     x = np.concatenate(rows)
-    if n_dimensions is None:
-        n_dimensions = (
-            N_PUBLIC
-            if statistics is None
-            else choose_n_components(x, statistics.n_examples, statistics.noise_variance())
-        )
-    projection = fit_projection(x, ProjectionOrigin(encoder=encoder.label, sources=origins), n_dimensions)
+    if n_dimensions is None and statistics is not None:
+        n_dimensions = choose_n_components(x, statistics.n_examples, statistics.noise_variance())
+    projection = fit_projection(x, ProjectionOrigin(encoder=encoder.label, sources=origins), n_dimensions or N_PUBLIC)
     write_projection(out, projection)
     return {
         "file": study.relative_path(out.resolve()),
@@ -165,6 +155,15 @@ def _require_public(study: Study, files: Sequence[Path]) -> None:
             raise
         except WsiFlError:  # an unreadable store is reported or skipped when its features are loaded
             continue
+
+
+def _load_features(
+    path: Path, study: Study, pipeline: Pipeline, encoder: Encoder, mpp: float | None
+) -> NDArray[np.float32]:
+    """Return features float32[m, d] of some patches of a source."""
+    if path.suffix == ".h5":
+        return _load_store_features(path, encoder.label)
+    return _extract_features(path, study, pipeline, encoder, mpp)
 
 
 def _load_store_features(path: Path, encoder: str) -> NDArray[np.float32]:

@@ -62,12 +62,12 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
     _check_start(context)
     for refusal in _find_errors(context):
         raise UsageError(refusal)
+    for hooks in filter(None, (context.hooks, context.starter)):
+        hooks.check(context, is_synced=not stores)
     _check_stores_stay_apart(context, backend)
     # a rank of a hospital looks at its own file alone
     for site in context.members if stores and costs_epsilon(pipeline) and not context.uses_files else ():
         require_budget(site)
-    for hooks in filter(None, (context.hooks, context.starter)):
-        hooks.check(context, is_synced=not stores)
     if stores:
         _check_stores(context, is_reported=is_reported)
 
