@@ -18,7 +18,7 @@ from scipy import stats
 from test_report import Document
 from training_runs import csv_rows, trained
 
-from wsi_fl.evidence import benefit_figure, compare_runs, comparison_page
+from wsi_fl.evidence import benefit_figure, compare_runs, comparison_findings, comparison_page
 from wsi_fl.evidence.benefit import build_score_table, estimate_benefit
 from wsi_fl.evidence.compare import compare_methods, render_comparison_lines
 from wsi_fl.evidence.comparison_page import ChartRow, render_comparison_png
@@ -361,9 +361,9 @@ def make_paired_test(row, difference, p, unit="seed", n=3):
 def test_sentences_agree_with_the_numbers(difference, sd, unit, tone, said):
     ours = make_row("proxyfl", 0.73 + difference)
     test = make_paired_test(ours, difference, 0.001, unit) | {"sd": sd}
-    first, second = comparison_page.list_comparison_findings([ours, ALONE], [test], ALONE["label"])
+    first, second = comparison_findings.list_comparison_findings([ours, ALONE], [test], ALONE["label"])
     assert first.text == "A local model without DP reaches 0.73 (4 sites, 3 seeds)."
-    assert second.tone == tone and said.format(comparison_page.LOCAL_BASELINE) in second.text, second.text
+    assert second.tone == tone and said.format(comparison_findings.LOCAL_BASELINE) in second.text, second.text
     assert f"reaches {0.73 + difference:.2f} (ε nominal 12.3), " in second.text
 
 
@@ -391,8 +391,8 @@ def of_all(gain, room):
 def test_the_verdict_rests_on_the_gain_alone_where_it_is_known(gain, room, tone, said):
     ours = make_row("proxyfl", 0.78)
     tests, gains = [make_paired_test(ours, 0.05, 1e-9)], {ours["label"]: of_all(gain, room)}
-    first, second = comparison_page.list_comparison_findings([ours, ALONE], tests, ALONE["label"], gains=gains)
-    assert second.tone == tone and said.format(comparison_page.LOCAL_BASELINE) in second.text, second.text
+    first, second = comparison_findings.list_comparison_findings([ours, ALONE], tests, ALONE["label"], gains=gains)
+    assert second.tone == tone and said.format(comparison_findings.LOCAL_BASELINE) in second.text, second.text
     assert "reaches 0.60 in AUROC over all test patches (" in first.text, "the means whose difference is the gain"
     assert f"reaches {0.6 + gain[0]:.2f} (ε" in second.text and "0.78" not in second.text
     assert "p <" not in second.text
@@ -402,7 +402,7 @@ def test_the_pooled_gain_has_the_interval_of_the_verdict_and_no_reference_is_cal
     rows = [make_row("proxyfl", 0.78), make_row("joint", 0.9, dp=False), make_row("regular", 0.55)]
     tests = [make_paired_test(row, row["accuracy"]["mean"] - 0.73, 0.2) for row in rows]
     gains = {rows[0]["label"]: of_all((0.05, 0.03, 0.07), (0.17, 0.12, 0.22))}
-    *_, third, fourth = comparison_page.list_comparison_findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
+    *_, third, fourth = comparison_findings.list_comparison_findings([ALONE, *rows], tests, ALONE["label"], gains=gains)
     assert "reaches 0.77, +0.170 (+0.120 to +0.220) over" in third.text and "p =" not in third.text
     assert "reaches 0.55 (ε nominal 12.3) as a mean over sites and seeds, 0.18 below" in fourth.text
     assert "privacy forbids" in third.text and "what its noise costs" in fourth.text
@@ -415,7 +415,7 @@ def test_the_report_of_a_run_agrees_with_the_comparison(series):
     (said,) = (one["text"] for one in document["findings"] if "ProxyFL" in one["text"])
     gain = document["benefit"]["all"]
     assert said.endswith(
-        f"over {comparison_page.LOCAL_BASELINE}: {benefit_figure.verdict_words(gain, benefit_figure.ALL_SITES)}."
+        f"over {comparison_findings.LOCAL_BASELINE}: {benefit_figure.verdict_words(gain, benefit_figure.ALL_SITES)}."
     )
     page = html.unescape(write_report(study, "1").read_text(encoding="utf-8"))
     verdict = benefit_figure.verdict_words(gain, benefit_figure.ALL_SITES)
@@ -442,11 +442,11 @@ def test_the_gap_closed_is_reported_only_where_pooling_has_a_gain(pooled, share)
 
 def test_cautions_name_the_flaws_of_a_comparison():
     a, b = make_row("proxyfl", 0.7), make_row("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
-    text = " ".join(comparison_page.list_cautions([ALONE, a, b], [make_paired_test(a, -0.03, 0.2, "site", 4)]))
+    text = " ".join(comparison_findings.list_cautions([ALONE, a, b], [make_paired_test(a, -0.03, 0.2, "site", 4)]))
     for said in ("too small", "different ε (2.0–12.3)", "nominal ε is no guarantee", "same seeds", "a single run"):
         assert said in text
-    assert "a single run" not in " ".join(comparison_page.list_cautions([ALONE, a], []))
-    (always,) = comparison_page.list_cautions([ALONE, ALONE], [make_paired_test(ALONE, 0.0, None)])
+    assert "a single run" not in " ".join(comparison_findings.list_cautions([ALONE, a], []))
+    (always,) = comparison_findings.list_cautions([ALONE, ALONE], [make_paired_test(ALONE, 0.0, None)])
     assert "chose their regularisation" in always
 
 
@@ -474,11 +474,11 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_its_text
     rows, drawn = [ALONE], []
     for k in range(11):  # more than colours
         change = {"train.alpha": k / 10, "privacy.clip": 0.7, "model.proxy": "<b>gn_cnn_small</b>"}
-        label = f"ProxyFL with DP, {comparison_page.settings_words(change)}"
+        label = f"ProxyFL with DP, {comparison_findings.settings_words(change)}"
         rows.append(make_row("proxyfl", 0.5 + k / 40, label=label, settings=change))
     for row in rows:
         dp, mean = row["dp"], row["accuracy"]["mean"]
-        name, words = row["label"].split(",")[0], comparison_page.settings_words(row["settings"])
+        name, words = row["label"].split(",")[0], comparison_findings.settings_words(row["settings"])
         curves = [[(r, mean - 0.3 / r + rng.normal(0, 0.01)) for r in range(1, 7)] for _ in range(4)]
         values = {seed: (mean + rng.normal(0, 0.02, 4)).tolist() for seed in range(3)}
         drawn.append(ChartRow(name, words, dp, not dp, mean, 0.02, values, curves, 8e5 * dp, 8e5))

@@ -294,6 +294,7 @@ def run_benchmark(
     """
     if out.exists():
         raise UsageError(f"{out}: exists already; remove it, or choose another --out")
+    methods, cells, epsilons = [*dict.fromkeys(methods)], [*dict.fromkeys(cells)], [*dict.fromkeys(epsilons)]
     table, progress = read_table(path, labels), watcher or SilentProgress()
     if table.excluded:
         progress.print_message(describe_skipped_slides(table.excluded))

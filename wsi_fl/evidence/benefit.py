@@ -15,7 +15,7 @@ from wsi_fl.data.tasks import CLASSES, Task
 from wsi_fl.evidence.benefit_figure import build_benefit_finding
 from wsi_fl.evidence.verdict import (
     Estimate,
-    EstimateDocument,
+    IntervalDocument,
     decide_verdict,
     estimate_mean,
     estimate_ratio,
@@ -30,7 +30,7 @@ BALANCED = "balanced accuracy"
 """Name of the measure where classes are so unequal in size that they are weighted equally."""
 _MIN_CLASS_SHARE = 0.5
 """Share of the rarest class, relative to an equal share, below which classes are weighted equally."""
-Gain = dict[str, EstimateDocument | str | None]
+Gain = dict[str, IntervalDocument | str | None]
 """The benefit of federation: values by name, and the verdict."""
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from wsi_fl.data.metrics import mean_and_sd, mean_of_available
-from wsi_fl.evidence import benefit_figure, comparison_page
+from wsi_fl.evidence import benefit_figure, comparison_findings, comparison_page
 from wsi_fl.evidence.benefit import BALANCED, Gain, compare_by_site, compare_over_all
 from wsi_fl.evidence.compare_runs import (
     add_baseline,
@@ -23,7 +23,8 @@ from wsi_fl.evidence.compare_runs import (
     is_baseline,
     resolve_runs,
 )
-from wsi_fl.evidence.comparison_page import ChartRow, settings_words
+from wsi_fl.evidence.comparison_findings import settings_words
+from wsi_fl.evidence.comparison_page import COMMUNICATION, ChartRow
 from wsi_fl.evidence.verdict import PairedTest, compare_pairs, holm_adjust
 from wsi_fl.federation.methods import LOCAL_METHOD
 from wsi_fl.report import formatting
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 _MIN_COMMON_SEEDS = 3
 """Smallest number of common seeds for tests by seed; else pairs are sites."""
-_COMMUNICATION = ("messages", "bytes", "busiest_bytes", "seconds")
-"""What is reported of the communication in a round."""
 _GUARANTEES = ("none", "nominal", "shared", "guaranteed")
 """Guarantee levels, from the weakest to the strongest."""
 
@@ -87,7 +86,7 @@ def compare_methods(
     measured = (*scores, *([f"own_{scores[0]}"] if test_set == "merged" else ()))
     tests = _test_pairs(rows, reference, baseline_label, measured, test_set)
     example_word = find_example_kind(first.pipeline).plural
-    findings = comparison_page.list_comparison_findings(table, tests, baseline_label, example_word, metric, gains)
+    findings = comparison_findings.list_comparison_findings(table, tests, baseline_label, example_word, metric, gains)
     names = " ".join(sorted(run.folder.name for run in selected))  # the same runs make the same folder
     methods, digest = "-".join(dict.fromkeys(run.method for run in selected)), hashlib.sha256(names.encode())
     folder = study.root / "comparisons" / f"{methods}-{digest.hexdigest()[:8]}"
@@ -102,27 +101,27 @@ def compare_methods(
         "baseline": baseline_label,
         "reference": reference,
         "findings": [finding._asdict() for finding in findings],
-        "notes": [*notes, *comparison_page.list_cautions(table, tests, classes="accuracy" in scores)],
+        "notes": [*notes, *comparison_findings.list_cautions(table, tests, classes="accuracy" in scores)],
         "page": study.relative_path(folder / "index.html"),
         "figure": study.relative_path(folder / "figure.png"),
         "table": study.relative_path(folder / "table.csv"),
     }
-    series = [row.build_series(test_set, scores[0], baseline=row.label == baseline_label) for row in rows]
     sites = list(dict.fromkeys(site["site"] for run in selected for site in run.summary["sites"]))
-    _write_files(folder, document, series, sites)
+    _write_files(folder, document, rows, sites)
     return document
 
 
-def _write_files(folder: Path, document: Mapping[str, Any], series: Sequence[ChartRow], sites: Sequence[str]) -> None:
+def _write_files(folder: Path, document: Mapping[str, Any], rows: Sequence[_MethodRow], sites: Sequence[str]) -> None:
     """Write page, figures and table of a comparison."""
     scores = document["scores"]
+    series = [row.build_series(document["on"], scores[0], baseline=row.label == document["baseline"]) for row in rows]
     if document["benefit"]:
         write_bytes(folder / "benefit.png", benefit_figure.render_benefit_png(document["benefit"]))
     created = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     page = comparison_page.render_comparison_page(document, series, created=created, sites=sites)
     write_text(folder / "index.html", page)
     write_bytes(folder / "figure.png", comparison_page.render_comparison_png(series, formatting.SCORES[scores[0]]))
-    write_csv(folder / "table.csv", _iterate_table_rows(document["rows"], (*scores, f"own_{scores[0]}")))
+    write_csv(folder / "table.csv", comparison_page.iterate_table_rows(document["rows"], (*scores, f"own_{scores[0]}")))
 
 
 def _require_one_store(evaluations: Sequence[Mapping[str, Any]]) -> None:
@@ -228,7 +227,7 @@ class _MethodRow:
             sent = [sum(line["bytes"] for line in site) for site in lines]
             rows.append(row | {"busiest_bytes": max(sent) / rounds if all(lines) else None})
             rows[-1]["seconds"] = total["seconds"] / rounds
-        return {kind: mean_of_available(row[kind] for row in rows) for kind in _COMMUNICATION}
+        return {kind: mean_of_available(row[kind] for row in rows) for kind in COMMUNICATION}
 
     def build_series(self, on: str, score: str, *, baseline: bool) -> ChartRow:
         """Return the row's values for charts."""
@@ -416,18 +415,6 @@ def _largest_epsilon(row: _MethodRow, name: str) -> dict[str, float | str | None
     return {"epsilon": max(epsilons, default=None), "guarantee": site_rows[0]["guarantee"] if site_rows else "none"}
 
 
-def _iterate_table_rows(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> Iterator[list[Any]]:
-    """Yield the headings of table.csv, then a row per method; unknown values are empty."""
-    plain_columns = ("label", "method", "dp", "guarantee", "epsilon", "n_sites")
-    spreads = [(metric, part) for metric in metrics for part in ("mean", "sd", "n")]
-    per_round = [*(f"{key}_per_round" for key in _COMMUNICATION), "seconds_per_round_in_all"]
-    yield [*plain_columns, "seeds", *map("_".join, spreads), *per_round]
-    for row in rows:
-        cells = [row[key] for key in plain_columns] + [" ".join(map(str, row["seeds"]))]
-        cells += [row[metric][part] for metric, part in spreads] + [row["communication"][key] for key in _COMMUNICATION]
-        yield [*cells, row["seconds_per_round"]]
-
-
 def render_comparison_lines(document: dict[str, Any]) -> Lines:
     """Yield a row per method, then findings and notes."""
     names = [formatting.SHORT_SCORES.get(name, formatting.SCORES[name].lower()) for name in document["scores"]]
@@ -440,8 +427,8 @@ def render_comparison_lines(document: dict[str, Any]) -> Lines:
         rows.append(
             [row["label"], repeats, *numbers, epsilon_text, formatting.format_size(row["communication"]["bytes"])]
         )
-    repeats_text = f"mean ± sd over {comparison_page.repetition_words(document['rows'])}"
-    title = f"models {comparison_page.TEST_SET_WORDS[document['on']]}, {repeats_text}"
+    repeats_text = f"mean ± sd over {comparison_findings.repetition_words(document['rows'])}"
+    title = f"models {comparison_findings.TEST_SET_WORDS[document['on']]}, {repeats_text}"
     yield TextTable(title, ["method", "seeds", *names, "ε", "sent"], rows)
     if document["benefit"]:
         several = sum(formatting.is_federated(row["method"]) for row in document["rows"]) > 1

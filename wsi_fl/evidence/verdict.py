@@ -31,7 +31,7 @@ _MIN_P = float(np.finfo(float).tiny)
 """Minimum of p-values: no test gives 0."""
 
 
-class EstimateDocument(TypedDict):
+class IntervalDocument(TypedDict):
     """The JSON document of an estimate."""
 
     mean: float
@@ -74,7 +74,7 @@ class Estimate:
             high = max(high, self.mean + unseen * (maximum - self.mean))
         return replace(self, low=max(low, minimum), high=min(high, maximum))
 
-    def build_document(self) -> EstimateDocument:
+    def build_document(self) -> IntervalDocument:
         """Return the estimate as in ``--json``: mean, low, high, the number of test patients, and the sources."""
         sources = {"patients": self.patients, "seeds": self.seeds, "noise": self.noise}
         return {
