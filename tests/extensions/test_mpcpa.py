@@ -20,7 +20,7 @@ from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.stages.baselines import run_baselines
 from wsi_fl.synthesis.stages.mpcpa import _prepare_denoiser
-from wsi_fl.system.files import read_json, read_lines
+from wsi_fl.system.files import read_json, read_lines, read_sealed, write_sealed
 from wsi_fl.types import WsiFlError
 
 SITES = ("S1", "S2", "S3")
@@ -220,10 +220,10 @@ def test_one_command_trains_every_baseline_and_the_curve_spans_local_to_pooled(o
     assert document["run"].split("/")[-1] in regular and fewer not in document["run"]
     assert fewer not in regular, "a point of the curve is no method of its own"
     path = study.root / document["run"] / "mpcpa.json"
-    table = json.loads(path.read_text())
+    table = read_sealed(path, ("memorization",), "")
     assert "mpcpa.unchecked</code> although" not in page
     table["memorization"][0]["passed"] = False
-    path.write_text(json.dumps(table))
+    write_sealed(path, table)
     assert "mpcpa.unchecked</code> although" in write_report(study, document["run"]).read_text(encoding="utf-8")
 
 
