@@ -112,11 +112,11 @@ def train(
         options = {"pipeline_name": pipeline, "overrides": settings, "backend": backend}
         run_work("train", partial(work, study, **options), as_json, render_lines)
     elif resume is not None:
-        _resume(study, resume, without or [], backend, as_json)
+        _resume_run(study, resume, without or [], backend, as_json)
     else:
         series = {"seeds": seeds, "leave_site_out": leave_site_out} if is_series else {}
         options = {"method": method, "pipeline_name": pipeline, "overrides": settings, "backend": backend}
-        _start(study, series, options, as_json)
+        _start_training(study, series, options, as_json)
 
 
 def _find_baselines(method: str, *, is_alone: bool) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
@@ -129,7 +129,7 @@ def _find_baselines(method: str, *, is_alone: bool) -> tuple[Callable[..., Any],
     return row.load_baselines()
 
 
-def _start(study: Study, series: dict[str, Any], options: dict[str, Any], as_json: bool) -> None:
+def _start_training(study: Study, series: dict[str, Any], options: dict[str, Any], as_json: bool) -> None:
     """Train a run, or a series where `series` has options or the pipeline has folds."""
     from wsi_fl.stages.training import train as stage
 
@@ -139,7 +139,7 @@ def _start(study: Study, series: dict[str, Any], options: dict[str, Any], as_jso
     run_work("train", partial(work, **options), as_json, stage.train_lines)
 
 
-def _resume(study: Study, run: str, without: list[str], backend: str, as_json: bool) -> None:
+def _resume_run(study: Study, run: str, without: list[str], backend: str, as_json: bool) -> None:
     """Continue a run, and the series that it belongs to."""
     from wsi_fl.stages.training import train as stage
 
