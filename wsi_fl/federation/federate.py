@@ -133,14 +133,14 @@ class _MemorySettings:
     unit: Unit
 
     @property
-    def mode(self) -> Mode:
+    def privacy_mode(self) -> Mode:
         """Return whether the proxy learns from a teacher without privacy."""
         return "paper" if self.recipe.method.has_bare_teacher and self.recipe.weights.beta else "strict"
 
     @property
-    def terms(self) -> PrivacyTerms:
+    def ledger_terms(self) -> PrivacyTerms:
         """Return the terms of each site's ledger."""
-        guarantee: Guarantee = "nominal" if self.mode == "paper" else "guaranteed"
+        guarantee: Guarantee = "nominal" if self.privacy_mode == "paper" else "guaranteed"
         return PrivacyTerms(self.delta, allow=() if self.sigma else ("model",), guarantee=guarantee, unit=self.unit)
 
     def build_participants(self, sites: Mapping[str, Cohort], tests: Mapping[str, Cohort]) -> list[Participant]:
@@ -162,7 +162,7 @@ class _MemorySettings:
             train,
             self.n_classes,
             units,
-            PrivacyLedger(folder.path / "ledger.jsonl", site=name, run=_RUN, terms=self.terms),
+            PrivacyLedger(folder.path / "ledger.jsonl", site=name, run=_RUN, terms=self.ledger_terms),
             plan,
             folder,
             make_model=partial(_make_model, self.makers, self.recipe.seed, index),
@@ -182,7 +182,7 @@ class _MemorySettings:
             clip=self.clip,
             delta=self.delta,
             unit=self.unit,
-            mode=self.mode,
+            mode=self.privacy_mode,
         )
 
 

@@ -59,7 +59,7 @@ class _Cells:
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _StainRecipe:
     haematoxylin: float
     """Between the nuclei; likewise eosin."""
     eosin: float
@@ -74,17 +74,21 @@ class _Recipe:
 _LYMPHOCYTE = _Cells(14.2, 6.0, 1.15, present=0.93)
 _SCATTERED = _Cells(18, 6.0, 1.18, present=0.05)
 _RECIPES = {
-    TissueKind.GLASS: _Recipe(0.0, 0.012),
-    TissueKind.FAT: _Recipe(0.0, 0.01, (_Cells(85, 46, 0.0, wall=0.6), _Cells(40, 4.2, 0.9, present=0.06))),
-    TissueKind.STROMA: _Recipe(0.06, 0.62, (_Cells(30, 4.6, 0.85, aspect=0.6, present=0.4), _SCATTERED), fibres=0.2),
-    TissueKind.SINUS: _Recipe(
+    TissueKind.GLASS: _StainRecipe(0.0, 0.012),
+    TissueKind.FAT: _StainRecipe(0.0, 0.01, (_Cells(85, 46, 0.0, wall=0.6), _Cells(40, 4.2, 0.9, present=0.06))),
+    TissueKind.STROMA: _StainRecipe(
+        0.06, 0.62, (_Cells(30, 4.6, 0.85, aspect=0.6, present=0.4), _SCATTERED), fibres=0.2
+    ),
+    TissueKind.SINUS: _StainRecipe(
         0.06, 0.3, (_Cells(29, 7.4, 0.62, 0.4, present=0.5), _SCATTERED), gap_px=9, gap_above=0.2
     ),
-    TissueKind.LYMPHOID: _Recipe(0.2, 0.36, (_LYMPHOCYTE,), gap_above=1.1),
-    TissueKind.PARACORTEX: _Recipe(0.2, 0.42, (_Cells(16, 6.0, 1.15, present=0.8),), gap_above=1.1),
-    TissueKind.GERMINAL: _Recipe(0.2, 0.34, (_Cells(18.5, 7.2, 0.74, 0.38, present=0.9), _SCATTERED)),
-    TissueKind.TUMOUR_SOLID: _Recipe(0.14, 0.5, (_Cells(28, 9.6, 0.95, 0.36, aspect=0.2), _SCATTERED), fibres=0.04),
-    TissueKind.TUMOUR_GLANDULAR: _Recipe(
+    TissueKind.LYMPHOID: _StainRecipe(0.2, 0.36, (_LYMPHOCYTE,), gap_above=1.1),
+    TissueKind.PARACORTEX: _StainRecipe(0.2, 0.42, (_Cells(16, 6.0, 1.15, present=0.8),), gap_above=1.1),
+    TissueKind.GERMINAL: _StainRecipe(0.2, 0.34, (_Cells(18.5, 7.2, 0.74, 0.38, present=0.9), _SCATTERED)),
+    TissueKind.TUMOUR_SOLID: _StainRecipe(
+        0.14, 0.5, (_Cells(28, 9.6, 0.95, 0.36, aspect=0.2), _SCATTERED), fibres=0.04
+    ),
+    TissueKind.TUMOUR_GLANDULAR: _StainRecipe(
         0.14, 0.5, (_Cells(27, 9.4, 0.98, 0.32, aspect=0.3), _SCATTERED), gap_px=21, gap_above=1.5
     ),
 }
