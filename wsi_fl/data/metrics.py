@@ -216,12 +216,12 @@ def resample_clusters(rng: np.random.Generator, clusters: NDArray[np.int64], n: 
     return np.bincount(rng.integers(n, size=n), minlength=n).astype(np.int32)[clusters]
 
 
-ExactInterval = Callable[[str, float], list[float] | None]
+_ExactInterval = Callable[[str, float], list[float] | None]
 """Name of a score and its value, the same in every resample → the exact interval; None without one."""
 
 
 def bootstrap_intervals(
-    measure: Measure, scores: Sequence[str], cluster: NDArray[np.str_], exact: ExactInterval, *, repeats: int
+    measure: Measure, scores: Sequence[str], cluster: NDArray[np.str_], exact: _ExactInterval, *, repeats: int
 ) -> dict[str, list[float] | None]:
     """Return 95 % percentile intervals of scores from a bootstrap over clusters (patients).
 
@@ -256,7 +256,7 @@ def bootstrap_intervals(
     return intervals
 
 
-def build_exact_interval(measure: Measure, labels: Labels, cluster: NDArray[np.str_]) -> ExactInterval:
+def build_exact_interval(measure: Measure, labels: Labels, cluster: NDArray[np.str_]) -> _ExactInterval:
     """Return a function for the exact intervals of classification scores that no resample changes.
 
     An accuracy is a share of the clusters. Macro-accuracy is the mean of such shares over the clusters of each class:

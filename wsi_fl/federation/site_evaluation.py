@@ -166,7 +166,7 @@ def _find_held_out(
     """
     epsilon = site.ledger.epsilon()
     is_noisy = epsilon is not None and epsilon <= _MAX_HELD_OUT_EPSILON
-    roles = roles_of_choice(federated_role, there=site.learners)
+    roles = roles_of_choice(federated_role, available=site.learners)
     if site.held_out is not None and all(
         (method.payload.is_single_release and role in COMMON) or (is_noisy and site.learners[role].is_private)
         for role in roles

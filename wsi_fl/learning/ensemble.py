@@ -263,11 +263,11 @@ def _compute_logits(probabilities: Probabilities) -> NDArray[np.float64]:
     return centered
 
 
-def roles_of_choice(model: str, ensemble: Ensemble | None = None, there: Collection[str] = ()) -> tuple[str, ...]:
+def roles_of_choice(model: str, ensemble: Ensemble | None = None, available: Collection[str] = ()) -> tuple[str, ...]:
     """Return the roles of the models for a prediction model."""
     if model == ENSEMBLE and ensemble is not None:
         return tuple(dict.fromkeys((*roles_of_choice(ensemble.own), *roles_of_choice(ensemble.shared))))
-    return ("private", "shared" if "shared" in there else "proxy") if model == "mean" else (model,)
+    return ("private", "shared" if "shared" in available else "proxy") if model == "mean" else (model,)
 
 
 def combine_predictions(
@@ -281,7 +281,7 @@ def combine_predictions(
     if model == ENSEMBLE:
         assert ensemble is not None
         return ensemble(combine_predictions(predicted, ensemble.own), combine_predictions(predicted, ensemble.shared))
-    predictions = [predicted[role] for role in roles_of_choice(model, there=predicted)]
+    predictions = [predicted[role] for role in roles_of_choice(model, available=predicted)]
     return predictions[0] if len(predictions) == 1 else np.mean(predictions, axis=0)
 
 
@@ -292,7 +292,7 @@ def score_candidates(
     choices = [
         choice
         for choice in (LOCAL, *MODEL_CHOICES)
-        if set(roles_of_choice(choice, there=predicted)) <= predicted.keys()
+        if set(roles_of_choice(choice, available=predicted)) <= predicted.keys()
     ]
     return {choice: selection_score(combine_predictions(predicted, choice), labels, task) for choice in choices}
 

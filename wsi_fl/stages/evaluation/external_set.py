@@ -15,14 +15,14 @@ from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.types import SPLITS, UsageError
 
-Scores = dict[str, float | None]
+_Scores = dict[str, float | None]
 
 
 class AggregatedScores(TypedDict):
     """Scores of the aggregated predictions of all sites by rule, and the rule of the run."""
 
     rule: str
-    rules: dict[str, Scores]
+    rules: dict[str, _Scores]
 
 
 class ExternalScores(TypedDict):
@@ -31,13 +31,13 @@ class ExternalScores(TypedDict):
     sites: list[str]
     n: int
     rows: list[dict[str, object]]
-    aggregated: dict[str, Scores] | None
+    aggregated: dict[str, _Scores] | None
     left_out: dict[str, object] | None
 
 
 def score_rules(
     context: RunContext, sites: Sequence[SiteFile], tables: Sequence[PredictionTable]
-) -> dict[str, Scores] | None:
+) -> dict[str, _Scores] | None:
     """Return the scores of the sites' aggregated predictions for the same examples by rule; None for a single site.
 
     A site weighs its training rows.

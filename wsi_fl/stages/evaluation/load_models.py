@@ -105,7 +105,7 @@ def choose_ensemble(run: RunFolder, pipeline: Pipeline, site: str) -> str:
             f"{run.name}: trained without predict.model = 'ensemble' and train.local_baseline = true, so it has no "
             "ensemble weights; train with one of them, or use private, proxy or mean"
         )
-    return choice if choice == ENSEMBLE or set(roles_of_choice(choice, there=available)) <= available else "private"
+    return choice if choice == ENSEMBLE or set(roles_of_choice(choice, available=available)) <= available else "private"
 
 
 def _load_stack(run: RunFolder, site: str) -> Ensemble | None:

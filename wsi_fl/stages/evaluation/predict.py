@@ -83,7 +83,7 @@ def predict(
     outcomes = job.share_items(records, predict_share)
     if not job.is_first:
         return {}
-    table = write_slide_table(folder)
+    table = _write_slide_table(folder)
     return {
         "run": study.relative_path(predictor.run.path),
         "site": site,
@@ -230,7 +230,7 @@ def write_patch_table(
     write_csv(path, chain([["x_l0", "y_l0", "size_l0", *columns]], rows))
 
 
-def write_slide_table(folder: Path) -> Path | None:
+def _write_slide_table(folder: Path) -> Path | None:
     """Write slides.csv: a row for every slide of a folder, from its score.json.
 
     Returns:

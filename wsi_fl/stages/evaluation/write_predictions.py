@@ -41,7 +41,7 @@ _ROUNDING_TOLERANCE = 1e-5
 """Tolerance of probabilities, which tables of earlier versions have with nine digits."""
 
 
-class TableSeal(TypedDict):
+class _TableSeal(TypedDict):
     """The length and the SHA-256 of a table in `evaluation.json`, which detect changes."""
 
     bytes: int
@@ -76,7 +76,7 @@ def write_predictions(folder: SiteFolder, table: PredictionTable, *, has_truth: 
             lines.to_csv(file, header=start == 0, index=False, lineterminator="\n")
 
 
-def compute_seal(folder: SiteFolder) -> TableSeal:
+def compute_seal(folder: SiteFolder) -> _TableSeal:
     """Return the length and SHA-256 of a site's table."""
     path = require_regular_file(_table_path(folder))
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}

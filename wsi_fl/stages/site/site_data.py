@@ -319,7 +319,7 @@ def open_bags(study: Study, site: str, data: str) -> BagStore:
     return _open_local(study, site, path(site), command, BagStore)
 
 
-def maker_command(study: Study, site: str, command: str) -> str:
+def _maker_command(study: Study, site: str, command: str) -> str:
     """Return the command that makes a site's store: without slides, `import` of features, `partition` of images."""
     named = study.site_path(site).is_file()
     if not named or study.load_site(site).slides is not None or (study.mosaic_path(site).parent / "mosaics").is_dir():
@@ -331,7 +331,7 @@ def maker_command(study: Study, site: str, command: str) -> str:
 def _open_local(study: Study, site: str, path: Path, command: str, open_file: Callable[[Path], _Opened]) -> _Opened:
     """Open a store of the site itself: no other site's rows are used under its name and ledger."""
     if not path.exists():
-        maker = maker_command(study, site, command)
+        maker = _maker_command(study, site, command)
         raise WsiFlError(f"{study.relative_path(path)}: no store of site {site} yet; run `wsi-fl {maker}`")
     store = open_file(path)
     if (store_site := store.meta.site) != study.store_owner(site):
