@@ -35,10 +35,10 @@ from wsi_fl.privacy.gradients import (
     Weigh,
     add_gradients,
     default_engine,
-    square_norms,
     sum_in_parts,
     trainable_parameters,
 )
+from wsi_fl.privacy.layer_gradients import square_norms
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
 from wsi_fl.privacy.row_independence import UNTRAINABLE, ModelSnapshot, model_origin, train_without_dropout
 from wsi_fl.privacy.rowwise_loss import LossOf, RowwiseLoss, is_mean_of_rows, loss_of_rows
