@@ -28,7 +28,7 @@ from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.evaluation.load_models import TrainedModels, load_prediction_models, load_run_settings
 from wsi_fl.stages.evaluation.write_predictions import COLUMNS
-from wsi_fl.stages.prepare.build_bags import MosaicSelector
+from wsi_fl.stages.prepare.build_bags import build_mosaic_selector
 from wsi_fl.stages.prepare.tile_plans import build_plan_params
 from wsi_fl.stages.runtime.console import Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
@@ -235,7 +235,7 @@ class Predictor:
             raise WsiFlError(f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics")
         else:
             self._require_encoder(record)
-            selector = MosaicSelector.of_site(self.study, self.pipeline, self.site, threads_per_rank())
+            selector = build_mosaic_selector(self.study, self.pipeline, self.site, threads_per_rank())
             params = replace(selector.params, **self.meta.recipe)
             selector = replace(selector, spec=self.meta.spec, params=params)
             bag = selector.build_bag(replace(record, path=path), self.encoder)

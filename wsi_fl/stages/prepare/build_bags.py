@@ -50,21 +50,12 @@ _READ_BATCH = 32
 
 @dataclass(frozen=True)
 class MosaicSelector:
-    """Selects a few patches of a slide, by the pipeline's settings."""
+    """Selects a few patches of a slide."""
 
     spec: GridSpec
     params: MosaicParams
     reader: Reader
     threads: int
-
-    @classmethod
-    def of_site(cls, study: Study, pipeline: Pipeline, site: SiteFile, threads: int) -> MosaicSelector:
-        """Return the selector for slides of a site."""
-        settings = pipeline.mosaic
-        tissue = build_tissue_params(study, pipeline, site.annotations_origin)
-        params = MosaicParams(**_mosaic_recipe(pipeline), tissue=tissue)
-        spec = GridSpec(settings.size_px, settings.mpp, settings.size_px)
-        return cls(spec, params, pipeline.slides.reader, threads)
 
     def compute_fingerprint(self, record: SlideRecord, encoder: Encoder) -> str:
         """Hash the slide (and its size on disk, for formats without quickhash), the parameters and the encoder."""
@@ -116,6 +107,15 @@ class MosaicSelector:
         return selected.build_bag(encode_batches(selected.read_pixels(), encoder))
 
 
+def build_mosaic_selector(study: Study, pipeline: Pipeline, site: SiteFile, threads: int) -> MosaicSelector:
+    """Return the selector for slides of a site, by the pipeline's settings."""
+    settings = pipeline.mosaic
+    tissue = build_tissue_params(study, pipeline, site.annotations_origin)
+    params = MosaicParams(**_mosaic_recipe(pipeline), tissue=tissue)
+    spec = GridSpec(settings.size_px, settings.mpp, settings.size_px)
+    return MosaicSelector(spec, params, pipeline.slides.reader, threads)
+
+
 def _mosaic_recipe(pipeline: Pipeline) -> dict[str, Any]:
     """Return the settings of the selection, named as in `MosaicParams`."""
     settings = pipeline.mosaic
@@ -136,15 +136,15 @@ class _MosaicBuilder(BagBuilder):
         files: Mapping[Path, str],
     ) -> None:
         study, pipeline, (records, unfit) = listed.study, listed.pipeline, labelled
-        self.selector = MosaicSelector.of_site(study, pipeline, listed.site, threads)
+        self.selector = build_mosaic_selector(study, pipeline, listed.site, threads)
         name = listed.site.name
         super().__init__(name, study.mosaic_path(name), self.selector.spec, encoder)
         self.listed, self.n_ahead = listed, min(threads, _PREFETCH_THREADS)
         self.marks = {record.slide: frozenset({files[record.path]}) for record in records if record.path in files}
         with_split = assign_splits(records, test_fraction=pipeline.slides.test_fraction, marks=self.marks)
-        kept, leaks = drop_leaks(with_split, self.marks)
+        records, leaks = drop_leaks(with_split, self.marks)
         self.excluded = [*listed.excluded, *unfit, *leaks]
-        self.records = {record.slide: record for record in kept}
+        self.records = {record.slide: record for record in records}
         self.slides = list(self.records)
 
     def compute_fingerprint(self, slide: str) -> str:

@@ -24,22 +24,17 @@ _SAMPLE_SLIDES, _SAMPLE_PATCHES = 8, 128
 """Slides per site in a dry run, evenly from its list, and patches read of each."""
 
 
-class _EstimateRow(TypedDict):
-    """What tiling a site will take; `tried` slides were planned."""
-
-    site: str
-    slides: int
-    tried: int
-    failed: int
-    patches: int
-    bytes: int
-    seconds: float
+_SiteEstimate = TypedDict(  # noqa: UP013 names of keys are no names of the code
+    "_SiteEstimate",
+    {"site": str, "slides": int, "tried": int, "failed": int, "patches": int, "bytes": int, "seconds": float},
+)
+"""What tiling a site will take; `tried` slides were planned."""
 
 
-class _EstimateDocument(TypedDict):
+class _TilingEstimate(TypedDict):
     """The document of `tile --dry-run`."""
 
-    sites: list[_EstimateRow]
+    sites: list[_SiteEstimate]
     slides: int
     patches: int
     bytes: int
@@ -47,7 +42,7 @@ class _EstimateDocument(TypedDict):
     free_bytes: int
 
 
-def estimate_tiling(study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]) -> _EstimateDocument:
+def estimate_tiling(study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]) -> _TilingEstimate:
     """Estimate patches, bytes and seconds of one site or every site; return the `--json` document.
 
     A few slides are planned and partly read; nothing is stored.
@@ -67,7 +62,7 @@ def estimate_tiling(study: Study, *, watcher: Watcher | None = None, **scope: Un
     }
 
 
-def _estimate_site(slides: SlideList, job: RankJob, watcher: Watcher) -> _EstimateRow:
+def _estimate_site(slides: SlideList, job: RankJob, watcher: Watcher) -> _SiteEstimate:
     name, pipeline, n_slides = slides.site.name, slides.pipeline, len(slides.records)
     records = [
         slides.records[k] for k in np.unique(np.linspace(0, n_slides - 1, min(n_slides, _SAMPLE_SLIDES)).astype(int))
@@ -109,7 +104,7 @@ def _estimate_site(slides: SlideList, job: RankJob, watcher: Watcher) -> _Estima
     }
 
 
-def render_estimate_lines(document: _EstimateDocument) -> Lines:
+def render_estimate_lines(document: _TilingEstimate) -> Lines:
     """Yield a table with a row per site, and the totals."""
     rows = [
         [

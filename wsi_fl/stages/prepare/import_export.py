@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wsi_fl.models.presets import PRESETS, find_preset
 from wsi_fl.slides.patching.scan_copies import describe_copies, drop_leaks, list_scans
@@ -91,14 +92,10 @@ def import_features(
         WsiFlError: when no slide is left.
     """
     start, progress = time.perf_counter(), watcher or SilentProgress()
-    if form not in LAYOUTS:
-        raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
+    layout = _find_layout(form)
     scope: slide_lists.Scope = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
     pipeline, (site_file,) = slide_lists.select_sites(study, **scope)
-    if not source.is_dir():
-        raise UsageError(f"--from {source}: no such folder")
-    layout = LAYOUTS[form]
-    files = layout.find(source)
+    files = _find_files(layout, source)
     diagnoses = slide_lists.store_classes(site_file, pipeline.subtypes) if pipeline.subtypes else ()
     table_rows = match_table(labels, files, site_file, diagnoses=diagnoses)
     progress.print_message(f"  {site}: {table_rows.account}")
@@ -106,27 +103,24 @@ def import_features(
     if not records:
         why = table_rows.mismatch or slide_lists.first_failure([*unfit, *table_rows.excluded])
         raise UsageError(f"{labels}: none of its slides has a label and features in {source}: {why}")
-    fraction = pipeline.slides.test_fraction
     # a table that contradicts itself is refused before files are read
-    assign_splits(records, test_fraction=fraction)
+    assign_splits(records, test_fraction=pipeline.slides.test_fraction)
     with site_lock(study.mosaic_path(site).parent, site):
         slides, unreadable = _read_slides(records, files, layout, progress)
-        slides, leaks, copies = _assign_splits(slides, records, fraction)
+        slides, leaks, copies = _assign_splits(slides, records, pipeline.slides.test_fraction)
         failed = [*table_rows.excluded, *unfit, *unreadable, *leaks]
         if not slides:
             raise WsiFlError(f"site {site}: no slide could be imported; {slide_lists.first_failure(failed)}")
         meta = _merge_metadata(site_file, pipeline, slides, facts or ImportFacts())
         slides = [_rescale_slide(slide, meta.spec) for slide in slides]
         table = slide_lists.build_bag_table([slide.record for slide in slides], pipeline.subtypes, site_file)
-        scales = [slide.mpp_l0 for slide in slides]
-        mpp_l0 = None if None in scales else np.array(scales, np.float64)
-        bags = _reread_bags(slides, layout, progress, site, len(records))
-        write_bags(study.mosaic_path(site), meta, table, bags, mpp_l0, sizes=[slide.n_patches for slide in slides])
+        bags, sizes = _reread_bags(slides, layout, progress, len(records)), [slide.n_patches for slide in slides]
+        write_bags(study.mosaic_path(site), meta, table, bags, _list_scales(slides), sizes=sizes)
     row = slide_lists.build_mosaic_row(
         study,
         meta,
         table,
-        n_patches=sum(slide.n_patches for slide in slides),
+        n_patches=sum(sizes),
         failed=failed,
         notes={slide.record.slide: slide.note for slide in slides},
         copies=copies,
@@ -134,6 +128,24 @@ def import_features(
     )
     row["seconds"] = time.perf_counter() - start
     return {"sites": [row], "next": slide_lists.next_commands(study, **scope)}
+
+
+def _find_layout(form: str) -> FeatureLayout:
+    if form not in LAYOUTS:
+        raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
+    return LAYOUTS[form]
+
+
+def _find_files(layout: FeatureLayout, source: Path) -> dict[str, Path]:
+    if not source.is_dir():
+        raise UsageError(f"--from {source}: no such folder")
+    return layout.find(source)
+
+
+def _list_scales(slides: Sequence[_ImportedSlide]) -> NDArray[np.float64] | None:
+    """Return the µm per level-0 pixel of each slide; None if one is unknown."""
+    scales = [slide.mpp_l0 for slide in slides]
+    return None if None in scales else np.array(scales, np.float64)
 
 
 def _assign_splits(
@@ -301,7 +313,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _reread_bags(
-    slides: Sequence[_ImportedSlide], layout: FeatureLayout, progress: Watcher, site: str, n_slides: int
+    slides: Sequence[_ImportedSlide], layout: FeatureLayout, progress: Watcher, n_slides: int
 ) -> Iterator[Bag]:
     """Yield the bag of each file, read again; progress counts this as the second half of the work."""
     for number, slide in enumerate(slides, 1):
@@ -309,7 +321,8 @@ def _reread_bags(
             yield layout.read(slide.path).build_bag(slide.mpp_l0)
         except WsiFlError as error:
             raise WsiFlError(f"{error}; it changed while it was imported, import again") from None
-        progress.update(site, n_slides + number * n_slides / len(slides), 2 * n_slides, slide.record.slide)
+        done = n_slides + number * n_slides / len(slides)
+        progress.update(slide.record.site, done, 2 * n_slides, slide.record.slide)
 
 
 class _ExportDocument(TypedDict):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from wsi_fl.stages.runtime.console import Lines, TextLine, build_site_table
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.images import ImageDataSet, ImageSet, read_data_set
-from wsi_fl.stores.patch_shards import Counts, ShardMeta, link_shards, write_shard
+from wsi_fl.stores.patch_shards import ShardMeta, link_shards, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import MAX_SEED, dump_toml, validate_model
@@ -89,17 +89,8 @@ def partition_images(
     rows: list[_PartitionRow] = []
     with _mark_unfinished(study, sites):
         for site, train_rows, test_rows in zip(sites, train, test, strict=True):
-            counts = _write_store(study, site.name, data_set, {"train": train_rows, "test": np.sort(test_rows)})
-            training = counts["train"].tolist()
-            rows.append(
-                {
-                    "site": site.name,
-                    "train": sum(training),
-                    "test": int(counts["test"].sum()),
-                    "store": study.relative_path(study.store_path(site.name)),
-                    "classes": dict(zip(data_set.classes, training, strict=True)),
-                }
-            )
+            parts = {"train": train_rows, "test": np.sort(test_rows)}
+            rows.append(_write_store(study, site.name, data_set, parts))
         for site in sites:  # last, so that a site file means a complete store
             write_text(study.site_path(site.name), dump_toml(site.model_copy(update={"allow": None}), header))
     return {
@@ -202,8 +193,10 @@ def _describe_copies(data_set: ImageDataSet) -> list[str]:
     return lines + ([f"{leaks} test images are in training too, so scores are too good"] if leaks else [])
 
 
-def _write_store(study: Study, site: str, data_set: ImageDataSet, splits: dict[str, NDArray[np.int64]]) -> Counts:
-    """Write one shard per split; every image counts as a patient."""
+def _write_store(
+    study: Study, site: str, data_set: ImageDataSet, splits: dict[str, NDArray[np.int64]]
+) -> _PartitionRow:
+    """Write one shard per split, in which every image counts as a patient; return the row of the document."""
     size, channels = data_set.train.x.shape[1], data_set.train.x.shape[3]
     spec = GridSpec(size, 0.0, size)
     path = study.store_path(site)
@@ -219,7 +212,15 @@ def _write_store(study: Study, site: str, data_set: ImageDataSet, splits: dict[s
         batches = (images.x[rows[first : first + _BATCH_ROWS]] for first in range(0, len(rows), _BATCH_ROWS))
         write_shard(shard, meta, table, batches, channels=channels)
         shards.append(shard)
-    return link_shards(path, StoreMeta(site, data_set.classes, spec), shards)
+    counts = link_shards(path, StoreMeta(site, data_set.classes, spec), shards)
+    training = counts["train"].tolist()
+    return {
+        "site": site,
+        "train": sum(training),
+        "test": int(counts["test"].sum()),
+        "store": study.relative_path(path),
+        "classes": dict(zip(data_set.classes, training, strict=True)),
+    }
 
 
 def render_partition_lines(document: _PartitionDocument) -> Lines:

@@ -25,7 +25,7 @@ from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_s
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import slide_lists
 from wsi_fl.stages.prepare.slide_lists import Outcome, Scope, SlideList, SlideQuality
-from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_slides
+from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_slides, select_patches
 from wsi_fl.stages.prepare.write_shards import ShardWriter
 from wsi_fl.stages.runtime.console import Lines, TextLine, Watcher, print_message
 from wsi_fl.stages.runtime.rank_job import RankJob
@@ -127,21 +127,21 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
     plans = Plans(store.parent / ".plans", slides.records, build_grid_spec(slides.pipeline))
     writer = ShardWriter(slides, plans, job.threads)
     with job.hold_on_first(site_lock(store.parent, name)):
-        planned = _plan_site(slides, plans, job, watcher)
-        site_scans = job.run_on_ranks(lambda: _split_slides(plans, planned, fraction))
-        written = _write_shards(slides, plans, planned, writer, job, watcher)
-        failed = [*slides.excluded, *slide_lists.list_excluded((*planned, *written))]
+        plan_outcomes = _plan_site(slides, plans, job, watcher)
+        site_scans = job.run_on_ranks(lambda: _split_slides(plans, plan_outcomes, fraction))
+        shard_outcomes = _write_shards(slides, plans, plan_outcomes, writer, job, watcher)
+        failed = [*slides.excluded, *slide_lists.list_excluded((*plan_outcomes, *shard_outcomes))]
         folders = (*(store.parent / part for part in ("slides", "overview")), plans.folder)
         counts = slide_lists.finish_site(
-            job, written, lambda _: _write_columns(slides, plans, writer, written, failed), folders
+            job, shard_outcomes, lambda _: _write_columns(slides, plans, writer, shard_outcomes, failed), folders
         )
-    stored_names = {outcome.slide for outcome in written if outcome.patches}
+    stored_names = {outcome.slide for outcome in shard_outcomes if outcome.patches}
     site_scans = [scan for scan in site_scans if scan.slide in stored_names]
     scans += site_scans
     if counts is None:
         return None
-    _report_raw(slides, written)
-    row = _build_row(slides, plans.records, (*planned, *written), failed, counts)
+    _report_raw(slides, shard_outcomes)
+    row = _build_row(slides, plans.records, (*plan_outcomes, *shard_outcomes), failed, counts)
     row["copies"], row["seconds"] = describe_copies(site_scans), time.perf_counter() - start
     return row
 
@@ -158,13 +158,18 @@ def _plan_site(slides: SlideList, plans: Plans, job: RankJob, watcher: Watcher) 
 
 
 def _write_shards(
-    slides: SlideList, plans: Plans, planned: Sequence[Outcome], writer: ShardWriter, job: RankJob, watcher: Watcher
+    slides: SlideList,
+    plans: Plans,
+    plan_outcomes: Sequence[Outcome],
+    writer: ShardWriter,
+    job: RankJob,
+    watcher: Watcher,
 ) -> list[Outcome]:
     """Select patches over the whole site and write the shards on all ranks; return the outcome of each slide."""
     name = slides.site.name
 
     def choose_rows() -> list[tuple[int, NDArray[np.bool_]]]:
-        selected = select_patches(plans, planned, slides.pipeline)
+        selected = select_patches(plans, plan_outcomes, slides.pipeline)
         if job.is_first:
             counts = {number: int(rows.sum()) for number, rows in selected}
             patches_text = f"{sum(counts.values())} patches of {plans.spec.size_px} px"
@@ -182,10 +187,14 @@ def _write_shards(
 
 
 def _write_columns(
-    slides: SlideList, plans: Plans, writer: ShardWriter, written: Sequence[Outcome], failed: Sequence[ExcludedSlide]
+    slides: SlideList,
+    plans: Plans,
+    writer: ShardWriter,
+    shard_outcomes: Sequence[Outcome],
+    failed: Sequence[ExcludedSlide],
 ) -> Counts:
     """Write the store that links the shards; return its counts."""
-    paths = [writer.shard_path(outcome.slide) for outcome in written if outcome.patches]
+    paths = [writer.shard_path(outcome.slide) for outcome in shard_outcomes if outcome.patches]
     if not paths:
         raise WsiFlError(f"site {slides.site.name}: no slide gave a patch; {slide_lists.first_failure(failed)}")
     store = slides.study.store_path(slides.site.name)
@@ -194,8 +203,8 @@ def _write_columns(
     return read_linked_counts(store, meta, paths) or link_shards(store, meta, paths)
 
 
-def _report_raw(slides: SlideList, written: Sequence[Outcome]) -> None:
-    contents = [outcome.content for outcome in written if outcome.patches]
+def _report_raw(slides: SlideList, shard_outcomes: Sequence[Outcome]) -> None:
+    contents = [outcome.content for outcome in shard_outcomes if outcome.patches]
     if raw := sum(content != slides.pipeline.store.pixels for content in contents):
         print_message(
             f"  {slides.site.name}: {raw} of {len(contents)} slides are stored raw: their patches are not whole JPEG "
