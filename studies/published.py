@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wsi_fl.data.cohort import Cohort
-from wsi_fl.evidence.bench import FeatureTable, SamplingCell, parse_cells, read_table, sample_sites
+from wsi_fl.evidence.bench import SamplingCell, parse_cells, sample_sites
+from wsi_fl.evidence.feature_table import FeatureTable, read_table
 from wsi_fl.federation.federate import federate
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.ensemble import build_ensemble

@@ -112,5 +112,5 @@ def test_no_other_file_refers_to_a_method_by_name(name):
     """Demos and benchmarks choose a method; all other code reads its row."""
     known = re.compile(rf"""["']{name}["']""")
     files = [path for path in PACKAGE.rglob("*.py") if known.search(path.read_text("utf-8"))]
-    places = ("demo/run", "stages/bench", "federation/methods", "hospitals/demo", "synthesis/stages/baselines")
+    places = ("demo/run", "evidence/bench", "federation/methods", "hospitals/demo", "synthesis/stages/baselines")
     assert {path.relative_to(PACKAGE).as_posix() for path in files} <= {f"{place}.py" for place in places}

@@ -6,7 +6,7 @@ import pytest
 from conftest import refused
 from test_archive_layouts import HEADER, generic, read_generic
 
-from wsi_fl.evidence.bench import _read_csv
+from wsi_fl.evidence.feature_table import _read_csv
 from wsi_fl.slides.layouts.common import read_rows
 from wsi_fl.slides.layouts.spreadsheets import normalize_columns, parse_cell_number
 

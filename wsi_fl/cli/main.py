@@ -66,14 +66,10 @@ GROUPS = {
     "Start": ("doctor", "init", "config"),
     "Prepare": ("tile", "features", "import"),
     "Train": ("train", "privacy"),
-    "Results": ("evaluate", "predict", "compare", "report", "export"),
+    "Results": ("evaluate", "predict", "report", "export"),
 }
 """The core's commands that --help shows, by group; docs/reference/commands.md has the same groups."""
-MORE = {
-    "Start": ("bench",),
-    "Prepare": ("mosaic", "check", "encoders", "partition", "pack"),
-    "Results": ("clinical", "audit"),
-}
+MORE = {"Prepare": ("mosaic", "check", "encoders", "partition", "pack")}
 """Those that work and are not shown, as docs/reference/commands.md lists them in its groups."""
 
 app = typer.Typer(

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.data.metrics import INTERVAL_QUANTILES, RankedScores, resample_clusters, share_interval
+from wsi_fl.data.metrics import INTERVAL_QUANTILES, RankedScores, fill_patient_names, resample_clusters, share_interval
 
 _Scores = NDArray[np.float64]
 
@@ -61,38 +61,18 @@ def auroc_interval(
     Args:
         member_patients, other_patients: the patient of each row.
     """
-    (member_clusters, n_member_clusters), (other_clusters, n_other_clusters) = (
-        _number_clusters(member_patients),
-        _number_clusters(other_patients),
-    )
-    if min(n_member_clusters, n_other_clusters) < 2 or not repeats:
+    sides = [np.unique(fill_patient_names(names), return_inverse=True) for names in (member_patients, other_patients)]
+    n_patients = min(len(names) for names, _ in sides)
+    if n_patients < 2 or not repeats:
         return None
-    ranked = _rank_scores(members, others)
-    rng = np.random.default_rng(seed)
-    bootstrap_aurocs = [
-        ranked.compute_aurocs(
-            np.concatenate(
-                [
-                    resample_clusters(rng, member_clusters, n_member_clusters),
-                    resample_clusters(rng, other_clusters, n_other_clusters),
-                ]
-            )
-        )[0]
+    ranked, rng = _rank_scores(members, others), np.random.default_rng(seed)
+    draws = (
+        np.concatenate([resample_clusters(rng, clusters, len(names)) for names, clusters in sides])
         for _ in range(repeats)
-    ]
-    low, high = (float(q) for q in np.quantile(np.array(bootstrap_aurocs), INTERVAL_QUANTILES))
-    return (
-        [*share_interval(low, min(n_member_clusters, n_other_clusters))]
-        if low == high and low in (0, 1)
-        else [low, high]
     )
-
-
-def _number_clusters(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:
-    """Return (cluster number of each row, number of clusters); a row without a patient is a cluster."""
-    cluster_names = [name or f"row {k}" for k, name in enumerate(names.tolist())]
-    unique_names, clusters = np.unique(cluster_names, return_inverse=True)
-    return clusters, len(unique_names)
+    aurocs = [ranked.compute_aurocs(weights)[0] for weights in draws]
+    low, high = (float(q) for q in np.quantile(aurocs, INTERVAL_QUANTILES))
+    return [*share_interval(low, n_patients)] if low == high and low in (0, 1) else [low, high]
 
 
 def tpr_at_fpr(members: _Scores, others: _Scores, fpr: float) -> float | None:
@@ -107,9 +87,7 @@ def tpr_at_fpr(members: _Scores, others: _Scores, fpr: float) -> float | None:
 
 def _threshold_tpr(members: _Scores, descending: _Scores, fpr: float) -> float:
     allowed = int(np.floor(fpr * len(descending) + 1e-9))
-    if allowed >= len(descending):
-        return 1.0
-    return float((members > descending[allowed]).mean())
+    return 1.0 if allowed >= len(descending) else float((members > descending[allowed]).mean())
 
 
 def roc_points(members: _Scores, others: _Scores, n_points: int = 33) -> list[tuple[float, float]]:
@@ -302,40 +280,24 @@ def measure_exposure(
             `exact`, and `empirical_tpr` by redraws with an `interval` of 95 % or more. `beyond` names groups above the
             guarantee, with a false alarm rate of 10⁻⁶ each.
     """
-    from scipy.stats import binomtest
-
     limits = {rate: float(best_test_tpr(1 / sigma, rate)) for rate in _FALSE_POSITIVE_RATES} if sigma else {}
     noise = np.stack([draw() for _ in range(_NOISE_DRAWS)]) if draw and sigma else None
-    empirical_tpr = (
-        {rate: _empirical_tpr(parts, noise, sigma, rate) for rate in _FALSE_POSITIVE_RATES} if noise is not None else {}
-    )
+    empirical_tpr = {}
+    if noise is not None:
+        empirical_tpr = {rate: _empirical_tpr(parts, noise, sigma, rate) for rate in _FALSE_POSITIVE_RATES}
     attackers, beyond = {}, set()
     for attacker in ("others", "population"):
         mu = compute_mu(parts, sigma, others_known=attacker == "others")
-        group_masks = {"all": np.ones(len(mu), bool), "most exposed 1 %": _find_most_exposed(mu)} | dict(groups)
+        masks = {"all": np.ones(len(mu), bool), "most exposed 1 %": _find_most_exposed(mu)} | dict(groups)
         rows = []
-        for name, mask in group_masks.items():
-            rates_found: dict[str, Any] = {}
-            for rate in _FALSE_POSITIVE_RATES:
-                entry = rates_found[f"{rate:g}"] = {"exact": float(best_test_tpr(mu[mask], rate).mean())}
-                over = rate in limits and entry["exact"] > limits[rate] * (1 + 1e-5)
-                if empirical_tpr and attacker == "others":
-                    # each redraw is of all units: a share over units varies no more than that of a single unit
-                    n = _NOISE_DRAWS // 2
-                    test = binomtest(
-                        round(n * empirical_tpr[rate][mask].mean()), n, limits[rate], alternative="greater"
-                    )
-                    interval = binomtest(test.k, n).proportion_ci()
-                    entry |= {"drawn": test.k / n, "interval": [float(interval.low), float(interval.high)]}
-                    over = over or test.pvalue < _FALSE_ALARM_RATE
-                if over:
-                    beyond.add(name)
+        for name, mask in masks.items():
+            redrawn = {rate: float(tpr[mask].mean()) for rate, tpr in empirical_tpr.items() if attacker == "others"}
+            rates, is_beyond = _describe_rates(mu[mask], limits, redrawn)
+            beyond |= {name} if is_beyond else set()
             median, largest = (float(m) if np.isfinite(m) else None for m in (np.median(mu[mask]), mu[mask].max()))
-            rows.append({"group": name, "n": int(mask.sum()), "median": median, "most": largest, "found": rates_found})
-        curve = [
-            [x, *(float(best_test_tpr(mu[group_masks[g]], x).mean()) for g in list(group_masks)[:2])]
-            for x in _CURVE_RATES
-        ]
+            rows.append({"group": name, "n": int(mask.sum()), "median": median, "most": largest, "found": rates})
+        plotted_mu = [mu[mask] for mask in list(masks.values())[:2]]
+        curve = [[x, *(float(best_test_tpr(group_mu, x).mean()) for group_mu in plotted_mu)] for x in _CURVE_RATES]
         attackers[attacker] = {"groups": rows, "curve": curve}
     return {
         "sigma": sigma,
@@ -344,6 +306,31 @@ def measure_exposure(
         "attackers": attackers,
         "beyond": sorted(beyond),
     }
+
+
+def _describe_rates(
+    mu: _Scores, limits: Mapping[float, float], redrawn: Mapping[float, float]
+) -> tuple[dict[str, dict[str, Any]], bool]:
+    """Return the true positive rates of a group by false positive rate, and whether one is above the guarantee.
+
+    Args:
+        limits: the guarantee by rate; empty without noise.
+        redrawn: the mean true positive rate over redraws of the noise by rate; empty without.
+    """
+    from scipy.stats import binomtest
+
+    rates: dict[str, dict[str, Any]] = {}
+    is_beyond = False
+    for rate in _FALSE_POSITIVE_RATES:
+        entry = rates[f"{rate:g}"] = {"exact": float(best_test_tpr(mu, rate).mean())}
+        is_beyond |= rate in limits and entry["exact"] > limits[rate] * (1 + 1e-5)
+        if rate in redrawn:  # each redraw is of all units: a share over units varies no more than that of a single unit
+            n = _NOISE_DRAWS // 2
+            test = binomtest(round(n * redrawn[rate]), n, limits[rate], alternative="greater")
+            interval = binomtest(test.k, n).proportion_ci()
+            entry |= {"drawn": test.k / n, "interval": [float(interval.low), float(interval.high)]}
+            is_beyond |= test.pvalue < _FALSE_ALARM_RATE
+    return rates, bool(is_beyond)
 
 
 _CURVE_RATES = tuple(float(x) for x in np.geomspace(1e-4, 1 - 1e-9, 25))

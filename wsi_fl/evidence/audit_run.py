@@ -5,11 +5,12 @@ Results are rates and bounds; no example, no single loss and no inclusion of a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ from wsi_fl.stages.training.build_sites import build_model, load_canaries, load_
 from wsi_fl.stages.training.checks import list_traits
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import find_clash
-from wsi_fl.system.files import write_csv
+from wsi_fl.system.files import write_text
 from wsi_fl.types import WsiFlError
 
 _CONFIDENCE = 0.95
@@ -123,13 +124,9 @@ def _can_plant_canaries(context: RunContext) -> bool:
 
 def _list_models(method: Method) -> list[tuple[str, str]]:
     """Return (name, role) of the final model of each site, and of its released model if any."""
-    local_name = "central" if method.learns_from == "everybody" or method.mixing_role == "private" else "private"
-    if method.mixing_role is None:
-        return [(local_name, "private")]
-    return [
-        (local_name, "private"),
-        (method.mixing_role if method.mixing_role in COMMON else "released", method.mixing_role),
-    ]
+    mixed = method.mixing_role
+    models = [("central" if method.learns_from == "everybody" or mixed == "private" else "private", "private")]
+    return models if mixed is None else [*models, (mixed if mixed in COMMON else "released", mixed)]
 
 
 class _AuditedModel(NamedTuple):
@@ -322,10 +319,8 @@ def _unit_statistics(
 def _group_units(classes: Sequence[str], train: Cohort, units: PrivacyUnits) -> dict[str, NDArray[np.bool_]]:
     """Return masks of units by class, and by number of slides where some have several."""
     label = train.label[np.unique(units.of_row, return_index=True)[1]]
-    slide_of = np.unique(train.slide, return_inverse=True)[1]
-    slides = np.bincount(np.unique([units.of_row, slide_of], axis=1)[0], minlength=units.n).clip(max=3)
-    of_classes = enumerate(classes) if train.task.kind == "classes" else ()
-    groups = {f"class {name}": label == k for k, name in of_classes}
+    slides = pd.Series(train.slide).groupby(units.of_row).nunique().clip(upper=3).to_numpy()
+    groups = {f"class {name}": label == k for k, name in enumerate(classes) if train.task.kind == "classes"}
     names = ("1 slide", "2 slides", "3 slides or more") if slides.max() > 1 else ()
     groups |= {name: slides == k for k, name in enumerate(names, 1)}
     return {name: mask for name, mask in groups.items() if mask.any()}
@@ -336,17 +331,11 @@ def _write_exposure(
 ) -> None:
     """Write μ of all units, the most exposed first, for attackers who know all others or none."""
     _, row, n_rows = np.unique(units.of_row, return_index=True, return_counts=True)
-    slide = train.slide[row] if units.kind == "row" else [""] * units.n
-
-    def iterate_rows() -> Iterator[tuple[object, ...]]:
-        yield "patient", "slide", "rows", "mu", "found_at_0.01", "mu_population"
-        for k in np.lexsort((-unknown_mu, -known_mu)):
-            numbers = (
-                f"{value:.6g}" for value in (known_mu[k], attacks.best_test_tpr(known_mu[k], 0.01), unknown_mu[k])
-            )
-            yield train.patient[row[k]], slide[k], n_rows[k], *numbers
-
-    write_csv(path, iterate_rows())
+    slide = train.slide[row] if units.kind == "row" else ""
+    table = pd.DataFrame({"patient": train.patient[row], "slide": slide, "rows": n_rows, "mu": known_mu})
+    table["found_at_0.01"], table["mu_population"] = attacks.best_test_tpr(known_mu, 0.01), unknown_mu
+    table = table.sort_values(["mu", "mu_population"], ascending=False, kind="stable")
+    write_text(path, table.to_csv(index=False, float_format="%.6g"))
 
 
 def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[str, object]]:

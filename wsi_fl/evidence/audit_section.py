@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from wsi_fl.evidence.attacks import best_test_tpr as found_at
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, open_figure, render_svg, shorten_label
 from wsi_fl.report.formatting import DASH, Finding, Json, format_number, format_percent, is_number
-from wsi_fl.report.sections import Section, SectionContext
+from wsi_fl.report.sections import PageSection, SectionContext
 
 _MODEL_TITLES = {
     "private": "Private model",
@@ -29,13 +29,13 @@ _INFLUENCE_HEADINGS = ("site", "largest norm", "norm with noise", "change of the
 class AuditSection:
     """The section "Audit" of a run's page."""
 
-    def build(self, context: SectionContext) -> Section | None:
+    def build_section(self, context: SectionContext) -> PageSection | None:
         """Return the section; None for a run without audit."""
         audit = context.run_context.run.read_audit()
         if audit is None:
             return None
         values = build_audit_section(audit, context.colors) | {"document": audit}
-        return Section("audit", "Audit", "privacy", context.fill("audit", Path(__file__).parent, values))
+        return PageSection("audit", "Audit", "privacy", context.fill_template("audit", Path(__file__).parent, values))
 
 
 AUDIT = AuditSection()
@@ -122,21 +122,16 @@ def build_statistics_tables(audit: Json) -> list[tuple[str, tuple[str, ...], lis
         for group, other in zip(*(attacker["groups"] for attacker in site["tail"]["attackers"].values()), strict=True)
     ]
     influence_rows = [
-        [
-            row["site"],
-            str(row["n"]),
-            format_number(row["length"], 1),
-            format_percent(row["moved"], 1),
-            format_percent(row["answers_changed"], 1),
-        ]
+        [row["site"], str(row["n"]), format_number(row["length"], 1)]
+        + [format_percent(row[share], 1) for share in ("moved", "answers_changed")]
         for row in audit.get("influence") or ()
     ]
     title = "Membership inference in class statistics"
-    named_tables = [
+    tables = [
         (title, ("site", "group", "n", *_TAIL_HEADINGS), tails),
         ("Influence of class statistics", _INFLUENCE_HEADINGS, influence_rows),
     ]
-    return [named_table for named_table in named_tables if named_table[2]]
+    return [table for table in tables if table[2]]
 
 
 def _format_cells(tail: Json, group: Json, other: Json) -> list[str]:
@@ -145,12 +140,7 @@ def _format_cells(tail: Json, group: Json, other: Json) -> list[str]:
     shares = ((tail["guaranteed"] or {}).get("0.01"), at_01_percent["exact"], other["found"]["0.01"]["exact"])
     max_mu = format_number(group["most"], 2) if is_number(group["most"]) else "∞"
     interval_text = f"{100 * low:.1f}–{format_percent(high, 1)}" if is_number(low) else DASH
-    return [
-        max_mu,
-        format_percent(at_1_percent["exact"], 1),
-        interval_text,
-        *(format_percent(share, 1) for share in shares),
-    ]
+    return [max_mu, format_percent(at_1_percent["exact"], 1), interval_text, *(format_percent(x, 1) for x in shares)]
 
 
 def _sites_with_tails(audit: Json) -> list[Json]:

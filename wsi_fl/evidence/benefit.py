@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import hypot
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from wsi_fl.data.metrics import SCORES
@@ -22,7 +22,7 @@ from wsi_fl.evidence.verdict import (
     has_pooled_gain,
 )
 from wsi_fl.report.formatting import Finding, Json, score_in_sentence
-from wsi_fl.stages.evaluation.write_predictions import ExampleScores, Key, read_example_scores
+from wsi_fl.stages.evaluation.write_predictions import ExampleScores, read_example_scores
 from wsi_fl.stages.site.target_labels import build_task
 from wsi_fl.stages.training.finished_runs import FinishedRun
 
@@ -30,26 +30,43 @@ BALANCED = "balanced accuracy"
 """Name of the measure where classes are so unequal in size that they are weighted equally."""
 _MIN_CLASS_SHARE = 0.5
 """Share of the rarest class, relative to an equal share, below which classes are weighted equally."""
+Gain = dict[str, EstimateDocument | str | None]
+"""The benefit of federation: values by name, and the verdict."""
 
 
 @dataclass(frozen=True)
-class SeedScores:
-    """The scores of test examples by the runs of one seed.
+class ScoreTable:
+    """The scores of n test examples by the runs of each seed.
 
     Attributes:
-        values: test example → its term in the mean, and its weight.
+        values, weights: examples × seeds: an example's term in the mean, and its weight; NaN where it was not tested.
+            An example is named by its site, its patient and more, in lines.
+        noise: standard deviation of each seed's weighted mean by the privacy noise; NaN where unknown.
         score: the name of the weighted mean.
-        noise: standard deviation of that score by the privacy noise; None where unknown.
     """
 
-    values: dict[Key, tuple[float, float]] = field(default_factory=dict)
+    values: pd.DataFrame
+    weights: pd.DataFrame
+    noise: pd.Series
     score: str = "accuracy"
-    noise: float | None = None
 
+    def find_common_rows(self) -> pd.Index:
+        """Return the examples that were tested with every seed; none without seeds."""
+        return self.values.dropna().index if len(self.values.columns) else self.values.index[:0]
 
-_BySeed = Mapping[int, SeedScores]
-Gain = dict[str, EstimateDocument | str | None]
-"""The benefit of federation: values by name, and the verdict."""
+    def list_noise(self) -> NDArray[np.float64] | None:
+        """Return the noise of each seed, 0 where unknown; None where all are unknown."""
+        return None if self.noise.isna().all() else self.noise.fillna(0.0).to_numpy()
+
+    def subtract_scores(self, other: ScoreTable, seeds: pd.Index | None = None) -> ScoreTable:
+        """Return the differences on common examples, with the common seeds (of `seeds`, where given)."""
+        common = self.values.columns.intersection(other.values.columns)
+        seeds = common if seeds is None else common.intersection(seeds)
+        rows = self.values.index.intersection(other.values.index)
+        noises = pd.concat([self.noise[seeds], other.noise[seeds]], axis=1)
+        noise = pd.Series(np.hypot(*noises.fillna(0.0).to_numpy().T), seeds).where(noises.notna().any(axis=1))
+        values = self.values.loc[rows, seeds] - other.values.loc[rows, seeds]
+        return ScoreTable(values, self.weights.loc[rows, seeds], noise, self.score)
 
 
 def compare_by_site(runs: Mapping[str, Sequence[FinishedRun]], test_set: str) -> tuple[str, dict[str, Gain]]:
@@ -60,8 +77,8 @@ def compare_by_site(runs: Mapping[str, Sequence[FinishedRun]], test_set: str) ->
         test_set: the test examples, "merged" or each site's "own".
     """
     names = [site["site"] for site in runs["federated"][0].summary["sites"]]
-    scores = {kind: _collect_site_scores(kind_runs, names, test_set) for kind, kind_runs in runs.items()}
-    gains = {name: _estimate_benefit({kind: sites[name] for kind, sites in scores.items()}) for name in names}
+    scores = {kind: _read_scores(kind_runs, names, test_set) for kind, kind_runs in runs.items()}
+    gains = {name: estimate_benefit({kind: sites[name] for kind, sites in scores.items()}) for name in names}
     return _measure_words(scores["federated"][names[0]]), gains
 
 
@@ -75,150 +92,145 @@ def compare_over_all(runs: Mapping[str, Sequence[FinishedRun]], test_set: str) -
         runs, test_set: as for the benefit by site.
     """
     names = [site["site"] for site in runs["federated"][0].summary["sites"]]
-    scores: dict[str, _BySeed] = {}
-    for kind, kind_runs in runs.items():
-        site_scores: dict[int, list[SeedScores]] = {}
-        for by_seed in _collect_site_scores(kind_runs, names, test_set).values():
-            for seed, seed_scores in by_seed.items():
-                site_scores.setdefault(seed, []).append(seed_scores)
-        scores[kind] = {seed: _pool_sites(sites) for seed, sites in site_scores.items()}
-    return {"measure": _measure_words(scores["federated"]), **_estimate_benefit(scores)}
+    scores = {kind: _pool_sites(_read_scores(kind_runs, names, test_set)) for kind, kind_runs in runs.items()}
+    return {"measure": _measure_words(scores["federated"]), **estimate_benefit(scores)}
 
 
-def _collect_site_scores(
-    runs: Iterable[FinishedRun], names: Iterable[str], test_set: str
-) -> dict[str, dict[int, SeedScores]]:
-    """Return site → seed → scores; folds, which share no patients, are pooled."""
-    values: dict[str, dict[int, ExampleScores]] = {name: {} for name in names}
+def _read_scores(runs: Iterable[FinishedRun], names: Iterable[str], test_set: str) -> dict[str, ScoreTable]:
+    """Return the scores by site; folds, which share no patients, are pooled."""
+    examples: dict[str, dict[int, ExampleScores]] = {name: {} for name in names}
     noises: dict[tuple[str, int], list[Mapping[str, float]]] = {}
     task: Task = CLASSES
     for run in runs:
         task = build_task(run.pipeline.target)
         rows = {row["site"]: row for row in (run.folder.read_evaluation() or {"sites": []})["sites"]}
-        for name, by_seed in values.items():
+        for name, by_seed in examples.items():
             if (example_scores := read_example_scores(run.folder.site_folder(name), test_set, task)) is not None:
                 by_seed.setdefault(run.seed, {}).update(example_scores)
                 row = rows.get(name, {})
                 noise = (row.get("own", {}) if test_set == "own" else row).get("noise")
                 noises.setdefault((name, run.seed), []).append(noise or {})
     return {
-        name: {seed: _score_folds(example_scores, task, noises[name, seed]) for seed, example_scores in by_seed.items()}
-        for name, by_seed in values.items()
+        name: build_score_table(
+            {seed: _weight_classes(example_scores) for seed, example_scores in by_seed.items()},
+            task.scores[0],
+            {seed: noises[name, seed] for seed in by_seed},
+        )
+        for name, by_seed in examples.items()
     }
 
 
-def _score_folds(example_scores: ExampleScores, task: Task, noises: Sequence[Mapping[str, float]]) -> SeedScores:
-    """Return the pooled scores of the folds of one seed, with independent noise.
+def _weight_classes(example_scores: ExampleScores) -> pd.DataFrame:
+    """Return value and weight by example.
 
     Where one class is much rarer than others, examples are weighted so that all classes count equally, and the weighted
     mean is balanced accuracy.
     """
-    n, counts = len(example_scores), Counter(label for _, label in example_scores.values())
-    skewed = _is_skewed(counts)
-    weights = {label: n / len(counts) / count if skewed else 1.0 for label, count in counts.items()}
-    score = "macro_accuracy" if len(set(weights.values())) > 1 else task.scores[0]
-    known_noises = [noise[score] for noise in noises if score in noise]
-    is_complete = len(known_noises) == len(noises) > 0
-    weighted = {key: (value, weights[label]) for key, (value, label) in example_scores.items()}
-    return SeedScores(weighted, score, hypot(*known_noises) / len(known_noises) if is_complete else None)
+    frame = pd.DataFrame(example_scores.values(), ["\n".join(key) for key in example_scores], ["value", "label"])
+    counts = frame["label"].value_counts()
+    weights = len(frame) / len(counts) / counts if is_skewed(counts) else counts * 0 + 1.0
+    return frame.assign(weight=frame["label"].map(weights))
 
 
-def _is_skewed(counts: Mapping[str, int]) -> bool:
+def is_skewed(counts: pd.Series) -> bool:
     """Return whether the rarest of several classes has less than half of an equal share.
 
-    >>> _is_skewed({"healthy": 90, "tumor": 30}), _is_skewed({"healthy": 90, "tumor": 20})
+    >>> is_skewed(pd.Series({"healthy": 90, "tumor": 30})), is_skewed(pd.Series({"healthy": 90, "tumor": 20}))
     (False, True)
     """
-    return len(counts) > 1 and min(counts.values()) < _MIN_CLASS_SHARE * sum(counts.values()) / len(counts)
+    return len(counts) > 1 and bool(counts.min() < _MIN_CLASS_SHARE * counts.sum() / len(counts))
 
 
-def _pool_sites(site_scores: Sequence[SeedScores]) -> SeedScores:
-    values = {(*key, str(k)): value for k, scores in enumerate(site_scores) for key, value in scores.values.items()}
-    known_noises = [scores.noise for scores in site_scores if scores.noise is not None]
-    return SeedScores(values, site_scores[0].score, sum(known_noises) / len(site_scores) if known_noises else None)
+def build_score_table(
+    by_seed: Mapping[int, pd.DataFrame], score: str, noises: Mapping[int, Sequence[Mapping[str, float]]]
+) -> ScoreTable:
+    """Return the scores of all seeds.
+
+    Args:
+        by_seed: value and weight by example.
+        score: the name of the unweighted mean.
+        noises: standard deviations of the scores of each fold by the privacy noise; folds are independent.
+    """
+    seeds = sorted(by_seed)
+    values, weights = (pd.DataFrame({seed: by_seed[seed][name] for seed in seeds}) for name in ("value", "weight"))
+    names = {seed: "macro_accuracy" if by_seed[seed]["weight"].nunique() > 1 else score for seed in seeds}
+    noise = {seed: _add_noise(noises.get(seed, ()), name) for seed, name in names.items()}
+    return ScoreTable(values, weights, pd.Series(noise, seeds, float), next(iter(names.values()), "accuracy"))
 
 
-def _measure_words(scores_by_seed: _BySeed) -> str:
-    score = next((scores.score for scores in scores_by_seed.values()), "accuracy")
-    return BALANCED if score == "macro_accuracy" else score_in_sentence(score)
+def _add_noise(folds: Sequence[Mapping[str, float]], score: str) -> float:
+    deviations = [noise[score] for noise in folds if score in noise]
+    return hypot(*deviations) / len(deviations) if len(deviations) == len(folds) > 0 else np.nan
 
 
-def _estimate_benefit(scores: Mapping[str, _BySeed]) -> Gain:
-    """Return the scores by kind of model, the gain, the pooled gain, the share of the gap closed, and the verdict."""
-    estimates: dict[str, Estimate | None] = {"pooled": None}
-    estimates |= {kind: _estimate_mean(runs) for kind, runs in scores.items()}
-    bounded = all(seed_scores.score in SCORES for runs in scores.values() for seed_scores in runs.values())
-    if bounded:
-        estimates = {kind: value and value.clip_interval(0.0, 1.0) for kind, value in estimates.items()}
-    gains = _subtract_scores(scores["federated"], scores["local"])
-    pooled_gains = _subtract_scores(scores.get("pooled", {}), {seed: scores["local"][seed] for seed in gains})
-    gain, pooled_gain = _estimate_mean(gains), _estimate_mean(pooled_gains)
-    if bounded:
-        gain, pooled_gain = gain and gain.clip_interval(-1.0, 1.0), pooled_gain and pooled_gain.clip_interval(-1.0, 1.0)
-    share = (
-        _estimate_gap_closed(gains, pooled_gains, pooled_gain) if pooled_gain and has_pooled_gain(pooled_gain) else None
+def _pool_sites(sites: Mapping[str, ScoreTable]) -> ScoreTable:
+    tables = [table for table in sites.values() if not table.values.empty]
+    if not tables:
+        return next(iter(sites.values()))
+    values, weights = (
+        pd.concat([getattr(table, name).rename(lambda key, k=k: f"{key}\n{k}") for k, table in enumerate(tables)])
+        for name in ("values", "weights")
     )
+    n_sites = values.columns.map(lambda seed: sum(seed in table.values for table in tables))
+    noise = pd.concat([table.noise for table in tables], axis=1).sum(axis=1, min_count=1)[values.columns] / n_sites
+    return ScoreTable(values, weights, noise, tables[0].score)
+
+
+def _measure_words(scores: ScoreTable) -> str:
+    return BALANCED if scores.score == "macro_accuracy" else score_in_sentence(scores.score)
+
+
+def estimate_benefit(scores: Mapping[str, ScoreTable]) -> Gain:
+    """Return the scores by kind of model, the gain, the pooled gain, the share of the gap closed, and the verdict."""
+    is_bounded = all(table.score in SCORES for table in scores.values())
+
+    def estimate_score(table: ScoreTable | None, minimum: float) -> Estimate | None:
+        if table is None or not len(rows := table.find_common_rows()):
+            return None
+        values, weights = (frame.loc[rows].to_numpy().T for frame in (table.values, table.weights))
+        mean = estimate_mean(values, weights, _patient_names(rows), table.list_noise())
+        return mean.clip_interval(minimum, 1.0) if is_bounded else mean
+
+    gains = scores["federated"].subtract_scores(scores["local"])
+    pooled_gains = (
+        scores["pooled"].subtract_scores(scores["local"], gains.values.columns) if "pooled" in scores else None
+    )
+    estimates = {kind: estimate_score(scores.get(kind), 0.0) for kind in ("pooled", *scores)}
+    gain, pooled_gain = estimate_score(gains, -1.0), estimate_score(pooled_gains, -1.0)
+    share = None
+    if pooled_gains is not None and pooled_gain is not None and has_pooled_gain(pooled_gain):
+        share = _estimate_gap_closed(gains, pooled_gains, pooled_gain)
     estimates |= {"gain": gain, "pooled_gain": pooled_gain, "gap_closed": share}
     document = {name: None if value is None else value.build_document() for name, value in estimates.items()}
     return document | {"verdict": decide_verdict(gain, pooled_gain)}
 
 
-def _subtract_scores(scores: _BySeed, other_scores: _BySeed) -> dict[int, SeedScores]:
-    """Return the differences of scores on common examples, by seed."""
-    differences = {}
-    for seed in sorted(scores.keys() & other_scores.keys()):
-        a, b = scores[seed].values, other_scores[seed].values
-        known_noises = [
-            seed_scores.noise for seed_scores in (scores[seed], other_scores[seed]) if seed_scores.noise is not None
-        ]
-        values = {key: (a[key][0] - b[key][0], a[key][1]) for key in a if key in b}
-        differences[seed] = SeedScores(values, scores[seed].score, hypot(*known_noises) if known_noises else None)
-    return differences
-
-
-def _estimate_mean(runs: _BySeed) -> Estimate | None:
-    """Return mean and interval over runs on common examples; None without any."""
-    keys = _common_keys(runs.values())
-    return estimate_mean(*_stack_arrays(runs, keys)) if keys else None
-
-
-def _estimate_gap_closed(gains: _BySeed, pooled_gains: _BySeed, pooled_gain: Estimate) -> Estimate:
-    """Return the ratio of the gain to the pooled gain, over common seeds."""
-    gains = {seed: gains[seed] for seed in pooled_gains}
-    keys = _common_keys([*gains.values(), *pooled_gains.values()])
-    gain_values, weights, patients, noise = _stack_arrays(gains, keys)
-    pooled_values, pooled_weights, *_ = _stack_arrays(pooled_gains, keys)
+def _estimate_gap_closed(gains: ScoreTable, pooled_gains: ScoreTable, pooled_gain: Estimate) -> Estimate:
+    """Return the ratio of the gain to the pooled gain, over common seeds and examples."""
+    seeds = pooled_gains.values.columns
+    rows = gains.values[seeds].dropna().index.intersection(pooled_gains.find_common_rows())
+    numerator, denominator = (
+        (table.values * table.weights).loc[rows, seeds].to_numpy().T for table in (gains, pooled_gains)
+    )
+    noise = ScoreTable(gains.values, gains.weights, gains.noise[seeds]).list_noise()
     relative = None if noise is None else noise / pooled_gain.mean
-    return estimate_ratio(gain_values * weights, pooled_values * pooled_weights, patients, relative, weights[0])
+    return estimate_ratio(
+        numerator, denominator, _patient_names(rows), relative, gains.weights.loc[rows, seeds[0]].to_numpy()
+    )
 
 
-def _common_keys(all_scores: Iterable[SeedScores]) -> list[Key]:
-    """Return the examples of all runs."""
-    key_sets = [scores.values.keys() for scores in all_scores]
-    return sorted(set.intersection(*map(set, key_sets))) if key_sets else []
-
-
-def _stack_arrays(
-    runs: _BySeed, keys: Sequence[Key]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.str_], NDArray[np.float64] | None]:
-    """Return values and weights, float64[seeds, examples]; the patient of each example; and the noise by seed, 0 where
-    unknown, or None where all are unknown.
-    """
-    seeds = sorted(runs)
-    pairs = np.array([[runs[seed].values[key] for key in keys] for seed in seeds])
-    known_noises = [runs[seed].noise for seed in seeds]
-    noise = None if all(value is None for value in known_noises) else np.array([value or 0.0 for value in known_noises])
-    return pairs[:, :, 0], pairs[:, :, 1], np.array(["\n".join(key[:2]) for key in keys]), noise
+def _patient_names(rows: pd.Index) -> NDArray[np.str_]:
+    return np.array(["\n".join(key.split("\n")[:2]) for key in rows], np.str_)
 
 
 class Measure:
     """The benefit of federation, for a run's page and a model card."""
 
-    def measure(self, runs: Mapping[str, Sequence[FinishedRun]], test_set: str) -> Gain:
+    def measure_benefit(self, runs: Mapping[str, Sequence[FinishedRun]], test_set: str) -> Gain:
         """Return the benefit over all sites, as `compare_over_all`."""
         return compare_over_all(runs, test_set)
 
-    def describe(self, gain: Json, score_text: str, baseline: str) -> Finding:
+    def describe_benefit(self, gain: Json, score_text: str, baseline: str) -> Finding:
         """Return a sentence with the gain and its verdict."""
         return build_benefit_finding(gain, score_text, baseline)
 

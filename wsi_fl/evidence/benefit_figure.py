@@ -101,7 +101,7 @@ def _write_gains(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[s
     for y, (_, row) in enumerate(rows):
         for text, offset, size, color in (
             (f"gain: {gain_words(row)}", -0.13, 9.5, "ink"),
-            (price(row), 0.2, 8.5, "muted"),
+            (price_words(row), 0.2, 8.5, "muted"),
         ):
             axes.annotate(
                 text, (1.0, y + offset), (12, 0), fontsize=size, color=colors[color], va="center", **text_options
@@ -189,7 +189,7 @@ def verdict_words(row: Json, name: str) -> str:
     return f"{verdict_text} ({mean} % of the gain of pooling{interval_text})"
 
 
-def price(row: Json) -> str:
+def price_words(row: Json) -> str:
     """Return the privacy cost; "" for all sites together."""
     if "guarantee" not in row:
         return ""

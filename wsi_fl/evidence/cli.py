@@ -8,11 +8,11 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from wsi_fl.cli.options import Json, Run, announce_start, find_study, print_document, run_work
+from wsi_fl.cli.options import ExtraCommand, Json, Run, announce_start, find_study, print_document, run_work
 
 
-@announce_start
-def bench(
+@partial(announce_start, name="bench")
+def run_bench(
     table: Annotated[
         Path,
         Argument(
@@ -61,8 +61,8 @@ def bench(
     run_work("bench", work, as_json, render_bench_lines)
 
 
-@announce_start
-def compare(
+@partial(announce_start, name="compare")
+def compare_runs(
     runs: Annotated[
         list[str],
         Argument(
@@ -81,8 +81,8 @@ def compare(
     run_work("compare", work, as_json, render_comparison_lines)
 
 
-@announce_start
-def clinical(
+@partial(announce_start, name="clinical")
+def report_clinical(
     runs: Annotated[
         list[str], Argument(metavar="RUN...", help="A run: its folder, name or number; or the folds of one (1-5).")
     ],
@@ -107,11 +107,17 @@ def clinical(
     )
 
 
-@announce_start
-def audit(run: Run, as_json: Json = False) -> None:
+@partial(announce_start, name="audit")
+def attack_models(run: Run, as_json: Json = False) -> None:
     """Attack the models of a run: membership inference, and with canaries a lower bound on ε."""
     study = find_study()
     from wsi_fl.evidence.audit_run import audit_run, render_audit_lines
 
     work = partial(audit_run, study, run)
     run_work("audit", work, as_json, render_audit_lines)
+
+
+AUDIT = ExtraCommand(attack_models, "Results", is_hidden=True)
+BENCH = ExtraCommand(run_bench, "Start", is_hidden=True)
+CLINICAL = ExtraCommand(report_clinical, "Results", is_hidden=True)
+COMPARE = ExtraCommand(compare_runs, "Results")

@@ -17,7 +17,7 @@ from wsi_fl.evidence.clinical_metrics import MIN_SUBGROUP, Names, PatientPredict
 from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
 from wsi_fl.evidence.compare_runs import resolve_runs
 from wsi_fl.report.formatting import Json
-from wsi_fl.report.sections import Section, SectionContext
+from wsi_fl.report.sections import PageSection, SectionContext
 from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
@@ -233,7 +233,7 @@ def _group_of_patients(
 class ClinicalSection:
     """The section "For the clinic" of a run's page."""
 
-    def build(self, context: SectionContext) -> Section | None:
+    def build_section(self, context: SectionContext) -> PageSection | None:
         """Return the section with the options of the last `clinical`; None without predictions of classes here."""
         run_context = context.run_context
         if run_context.task.kind != "classes":
@@ -243,8 +243,8 @@ class ClinicalSection:
         if document is None:
             return None
         values = build_clinical_section(document, context.colors)
-        html = context.fill("clinical", Path(__file__).parent, values | {"document": document})
-        return Section("clinic", "For the clinic", "comparison", html, _answer_checklist(document, values))
+        html = context.fill_template("clinical", Path(__file__).parent, values | {"document": document})
+        return PageSection("clinic", "For the clinic", "comparison", html, _answer_checklist(document, values))
 
 
 CLINICAL = ClinicalSection()

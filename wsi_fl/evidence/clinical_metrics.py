@@ -233,27 +233,25 @@ def _fit_calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | Non
 
     Reference: Van Calster et al., "Calibration: the Achilles heel of predictive analytics", BMC Medicine 17, 2019.
     """
-    from scipy.optimize import brentq
-    from scipy.special import expit, logit
-    from sklearn.linear_model import LogisticRegression
+    from scipy.special import logit
+    from statsmodels.genmod.families import Binomial
+    from statsmodels.genmod.generalized_linear_model import GLM
 
     if case.all() or not case.any() or score.min() == score.max():
         return None
     lp = logit(np.clip(score, 1e-9, 1 - 1e-9))
     if lp[case].min() >= lp[~case].max() or lp[case].max() <= lp[~case].min():
         return None
-    shift = float(brentq(lambda a: expit(lp + a).sum() - case.sum(), -50, 50))
-    regression = LogisticRegression(C=np.inf, solver="newton-cholesky", tol=1e-10, max_iter=1000).fit(lp[:, None], case)
-    slope, constant = float(regression.coef_[0, 0]), float(regression.intercept_[0])
-    shift_information, slope_information = (
-        expit(logits) * expit(-logits) for logits in (lp + shift, constant + slope * lp)
-    )
-    center = np.average(lp, weights=slope_information)
-    estimates = {
-        "slope": (slope, 1 / sqrt(float(slope_information @ (lp - center) ** 2))),
-        "intercept": (shift, 1 / sqrt(float(shift_information.sum()))),
+    ones, family = np.ones(len(lp)), Binomial()
+    fits = {
+        "slope": GLM(case.astype(float), np.stack([ones, lp], axis=1), family=family).fit(tol=1e-12),
+        "intercept": GLM(case.astype(float), ones, family=family, offset=lp).fit(tol=1e-12),
     }
-    return {name: _Interval(v, v - Z * se, v + Z * se, len(case)) for name, (v, se) in estimates.items()}
+    intervals = {}
+    for name, fit in fits.items():
+        low, high = (float(end) for end in fit.conf_int()[-1])
+        intervals[name] = _Interval(float(fit.params[-1]), low, high, len(case))
+    return intervals
 
 
 def net_benefit(

@@ -39,22 +39,16 @@ def build_clinical_cells(document: Json) -> list[dict[str, str]]:
     rows = []
     for site in document["sites"]:
         for name, measures in site["classes"].items():
-            at_prevalence = measures.get("at_prevalence") or {}
-            share = "" if prevalence is None else formatting.format_stated_percent(prevalence)
-            predictive = {
-                f"{measure.upper()} at {share}": _format_interval(at_prevalence.get(measure))
-                for measure in ("ppv", "npv")
-            }
-            calibration = {
-                part: _format_interval((measures["calibration"] or {}).get(part)) for part in ("slope", "intercept")
-            }
             row = {"site": site["site"], "class": name, "patients": str(measures["n"]), "cases": str(measures["cases"])}
             row |= {"case from": format_number(site["point"], 2)}
             row |= {measure: _format_interval(measures[measure]) for measure in ("sensitivity", "specificity")}
             row |= {measure.upper(): _format_interval(measures[measure]) for measure in ("ppv", "npv")}
-            row |= {} if prevalence is None else predictive
+            if prevalence is not None:
+                share, values = formatting.format_stated_percent(prevalence), measures.get("at_prevalence") or {}
+                row |= {f"{part.upper()} at {share}": _format_interval(values.get(part)) for part in ("ppv", "npv")}
             row |= {"AUROC": _format_interval(measures["auroc"]), "AUPRC": format_number(measures["auprc"], 2)}
-            rows.append(row | calibration)
+            calibration = measures["calibration"] or {}
+            rows.append(row | {part: _format_interval(calibration.get(part)) for part in ("slope", "intercept")})
     return rows
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
-from statistics import fmean
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import pandas as pd
+
 from wsi_fl.data.metrics import mean_and_sd, mean_of_available
-from wsi_fl.evidence import benefit_figure as worth_figure
-from wsi_fl.evidence import comparison_page
+from wsi_fl.evidence import benefit_figure, comparison_page
 from wsi_fl.evidence.benefit import BALANCED, Gain, compare_by_site, compare_over_all
 from wsi_fl.evidence.compare_runs import (
     add_baseline,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 _MIN_COMMON_SEEDS = 3
 """Smallest number of common seeds for tests by seed; else pairs are sites."""
+_COMMUNICATION = ("messages", "bytes", "busiest_bytes", "seconds")
+"""What is reported of the communication in a round."""
 _GUARANTEES = ("none", "nominal", "shared", "guaranteed")
 """Guarantee levels, from the weakest to the strongest."""
 
@@ -80,8 +84,8 @@ def compare_methods(
     baseline_label = next(row.label for row in rows if row.is_local_baseline(first))
     reference = next(row.label for row in rows if first in row.runs)
     table = [row.build_document(scores) for row in rows]
-    measured = (*scores, f"own_{scores[0]}")
-    tests = _test_pairs(rows, reference, baseline_label, measured if test_set == "merged" else scores, test_set)
+    measured = (*scores, *([f"own_{scores[0]}"] if test_set == "merged" else ()))
+    tests = _test_pairs(rows, reference, baseline_label, measured, test_set)
     example_word = find_example_kind(first.pipeline).plural
     findings = comparison_page.list_comparison_findings(table, tests, baseline_label, example_word, metric, gains)
     names = " ".join(sorted(run.folder.name for run in selected))  # the same runs make the same folder
@@ -103,17 +107,22 @@ def compare_methods(
         "figure": study.relative_path(folder / "figure.png"),
         "table": study.relative_path(folder / "table.csv"),
     }
-    if benefit:
-        write_bytes(folder / "benefit.png", worth_figure.render_benefit_png(benefit))
     series = [row.build_series(test_set, scores[0], baseline=row.label == baseline_label) for row in rows]
-    created_at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     sites = list(dict.fromkeys(site["site"] for run in selected for site in run.summary["sites"]))
-    write_text(
-        folder / "index.html", comparison_page.render_comparison_page(document, series, created=created_at, sites=sites)
-    )
-    write_bytes(folder / "figure.png", comparison_page.render_comparison_png(series, formatting.SCORES[scores[0]]))
-    write_csv(folder / "table.csv", _iterate_table_rows(table, measured))
+    _write_files(folder, document, series, sites)
     return document
+
+
+def _write_files(folder: Path, document: Mapping[str, Any], series: Sequence[ChartRow], sites: Sequence[str]) -> None:
+    """Write page, figures and table of a comparison."""
+    scores = document["scores"]
+    if document["benefit"]:
+        write_bytes(folder / "benefit.png", benefit_figure.render_benefit_png(document["benefit"]))
+    created = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+    page = comparison_page.render_comparison_page(document, series, created=created, sites=sites)
+    write_text(folder / "index.html", page)
+    write_bytes(folder / "figure.png", comparison_page.render_comparison_png(series, formatting.SCORES[scores[0]]))
+    write_csv(folder / "table.csv", _iterate_table_rows(document["rows"], (*scores, f"own_{scores[0]}")))
 
 
 def _require_one_store(evaluations: Sequence[Mapping[str, Any]]) -> None:
@@ -143,21 +152,21 @@ def _load_evaluation(study: Study, run: FinishedRun, watcher: Watcher) -> Evalua
 
 @dataclass(frozen=True)
 class _MethodRow:
-    """The runs of one method with the same settings, and their evaluations, in the order of seeds and folds.
+    """The runs of one method with the same settings, in the order of seeds and folds.
 
     Attributes:
         settings: distinguish the row from others of its method.
-        values: per run, {site: {metric: value or None}} by the model's site, or by the left-out site.
-        patient_scores: by test set, {(site, patient): mean accuracy of the models}; for folds only, with each patient
-            in one test part per seed.
+        values: a line per run and site of the model, or left-out site, with `seed`, `repetition`, `site` and metrics.
+        patient_scores: by test set, the mean accuracy of the models by (site, patient); for folds only, with each
+            patient in one test part per seed.
     """
 
     method: str
     dp: bool
-    settings: dict[str, Any]
-    runs: list[FinishedRun] = field(default_factory=list)
-    values: list[dict[str, dict[str, float | None]]] = field(default_factory=list)
-    patient_scores: dict[str, dict[Any, float]] = field(default_factory=dict)
+    settings: Mapping[str, Any]
+    runs: Sequence[FinishedRun]
+    values: pd.DataFrame
+    patient_scores: Mapping[str, pd.Series]
 
     @property
     def name(self) -> str:
@@ -171,21 +180,9 @@ class _MethodRow:
         """Return whether the row is the local baseline with the settings of the first run."""
         return not self.runs or is_baseline(self.runs[0], first)
 
-    def group_values(
-        self, key: Callable[[FinishedRun, str], Any], metric: str, seeds: Iterable[int] | None = None
-    ) -> dict[Any, list[float]]:
-        """Return the known values of a metric, grouped by a key of run and site; of runs with these seeds, or of
-        all."""
-        groups: dict[Any, list[float]] = {}
-        for run, values in zip(self.runs, self.values, strict=True):
-            for site, scores in values.items():
-                if (value := scores[metric]) is not None and (seeds is None or run.seed in seeds):
-                    groups.setdefault(key(run, site), []).append(value)
-        return groups
-
     def summarize_metric(self, metric: str) -> dict[str, float | None]:
         """Return mean and standard deviation over all sites of all runs, and the number of values."""
-        values = self.group_values(lambda run, site: None, metric).get(None, [])
+        values = self.values[metric].dropna()
         return {**mean_and_sd([*values]), "n": len(values)}
 
     def build_document(self, scores: Sequence[str]) -> dict[str, Any]:
@@ -197,8 +194,7 @@ class _MethodRow:
         epsilons = [site["epsilon"] for site in sites]
         private = self.dp and weakest != "none" and bool(epsilons) and None not in epsilons
         members = [run.repetition for run in self.runs]
-        site_names = {site: None for values in self.values for site in values}
-        site_values = self.group_values(lambda run, site: site, scores[0])
+        site_means = self.values.groupby("site", sort=False)[scores[0]].mean()
         return {
             "label": self.label,
             "method": self.method,
@@ -212,7 +208,7 @@ class _MethodRow:
             "runs": [run.folder.name for run in self.runs],
             "n_sites": max((len(summary["sites"]) for summary in summaries), default=None),
             **{metric: self.summarize_metric(metric) for metric in (*scores, f"own_{scores[0]}")},
-            "sites": {site: fmean(site_values[site]) if site in site_values else None for site in site_names},
+            "sites": {site: None if np.isnan(mean) else mean for site, mean in site_means.items()},
             "communication": self.mean_communication(),
             "seconds_per_round": mean_of_available(
                 [summary["seconds"] / _count_rounds(summary) for summary in summaries]
@@ -225,30 +221,22 @@ class _MethodRow:
 
         The busiest site is known only where the metrics of all sites are here.
         """
-        kinds = ("messages", "bytes", "busiest_bytes", "seconds")
-        values: dict[str, list[float | None]] = {kind: [] for kind in kinds}
+        rows = []
         for run in self.runs:
-            total, rounds, n_sites = (
-                run.summary["communication"],
-                _count_rounds(run.summary),
-                len(run.summary["sites"]),
-            )
-            values["messages"].append(total["messages"] / rounds / n_sites)
-            values["bytes"].append(total["bytes"] / rounds / n_sites)
-            lines = [run.folder.site_folder(site["site"]).read_metrics() for site in run.summary["sites"]]
+            total, rounds, lines = run.summary["communication"], _count_rounds(run.summary), _read_metrics(run)
+            row = {kind: total[kind] / rounds / len(run.summary["sites"]) for kind in ("messages", "bytes")}
             sent = [sum(line["bytes"] for line in site) for site in lines]
-            values["busiest_bytes"].append(max(sent) / rounds if all(lines) else None)
-            values["seconds"].append(total["seconds"] / rounds)
-        return {key: mean_of_available(run_values) for key, run_values in values.items()}
+            rows.append(row | {"busiest_bytes": max(sent) / rounds if all(lines) else None})
+            rows[-1]["seconds"] = total["seconds"] / rounds
+        return {kind: mean_of_available(row[kind] for row in rows) for kind in _COMMUNICATION}
 
     def build_series(self, on: str, score: str, *, baseline: bool) -> ChartRow:
         """Return the row's values for charts."""
-        curves = []
-        for run in self.runs:
-            for site in run.summary["sites"]:
-                lines = run.folder.site_folder(site["site"]).read_metrics()
-                points = [(line["round"], (line.get(on) or {}).get(score)) for line in lines]
-                curves.append([(round_, value) for round_, value in points if value is not None])
+        curves = [
+            [(line["round"], value) for line in lines if (value := (line.get(on) or {}).get(score)) is not None]
+            for run in self.runs
+            for lines in _read_metrics(run)
+        ]
         summary, sent = self.summarize_metric(score), self.mean_communication()
         return ChartRow(
             label=self.name,
@@ -257,11 +245,16 @@ class _MethodRow:
             baseline=baseline,
             mean=summary["mean"],
             sd=summary["sd"],
-            values=self.group_values(lambda run, site: run.seed, score),
+            values={seed: [*values] for seed, values in self.values.dropna(subset=score).groupby("seed")[score]},
             curves=[points for points in curves if points],
             sent_bytes=sent["bytes"],
             busiest_bytes=sent["busiest_bytes"],
         )
+
+
+def _read_metrics(run: FinishedRun) -> list[list[dict[str, Any]]]:
+    """Return the lines of `metrics.jsonl` of each site."""
+    return [run.folder.site_folder(site["site"]).read_metrics() for site in run.summary["sites"]]
 
 
 def _count_rounds(summary: Mapping[str, Any]) -> int:
@@ -273,50 +266,54 @@ def _group_runs(
 ) -> list[_MethodRow]:
     """Return runs grouped into rows, with an empty row for a missing baseline."""
     keys = find_differing_settings(runs)
-    rows: dict[str, _MethodRow] = {}
+    groups: dict[tuple[str, bool, str], list[tuple[FinishedRun, Mapping[str, Any]]]] = {}
     for run, evaluation in sorted(zip(runs, evaluations, strict=True), key=lambda pair: pair[0].repetition.sort_key):
-        row = _MethodRow(run.method, run.dp, {key: run.settings[key] for key in keys if key in run.settings})
-        row = rows.setdefault(row.label, row)
-        row.runs.append(run)
-        row.values.append(_site_values(evaluation, on))
-    if not any(row.is_local_baseline(first) for row in rows.values()):
+        settings = {key: run.settings[key] for key in keys if key in run.settings}
+        groups.setdefault((run.method, run.dp, settings_words(settings)), []).append((run, evaluation))
+    rows = []
+    for (method, dp, _), members in groups.items():
+        row_runs = [run for run, _ in members]
+        settings = {key: row_runs[0].settings[key] for key in keys if key in row_runs[0].settings}
+        values = pd.DataFrame([line for member in members for line in _list_values(*member, on)])
+        has_folds = first.pipeline.train.folds
+        patient_scores = {name: _score_by_patient(row_runs, name) for name in ("merged", "own") if has_folds}
+        rows.append(_MethodRow(method, dp, settings, row_runs, values, patient_scores))
+    if not any(row.is_local_baseline(first) for row in rows):
         local_settings = effective_settings(LOCAL_METHOD, baseline_pipeline(first.pipeline))
-        empty = _MethodRow(LOCAL_METHOD, False, {key: local_settings[key] for key in keys if key in local_settings})
-        if other_row := rows.get(empty.label):  # local models with other settings
-            other_settings = other_row.runs[0].settings
-            empty.settings.update(
-                {key: value for key, value in local_settings.items() if other_settings.get(key) != value}
-            )
-        rows[empty.label] = empty
-    if first.pipeline.train.folds:
-        for row in rows.values():
-            row.patient_scores.update({test_set: _score_by_patient(row, test_set) for test_set in ("merged", "own")})
-    return list(rows.values())
+        settings = {key: local_settings[key] for key in keys if key in local_settings}
+        empty = _MethodRow(LOCAL_METHOD, False, settings, (), rows[0].values[:0], {})
+        for row in rows:
+            if row.label == empty.label:  # local models with other settings
+                other = row.runs[0].settings
+                settings |= {key: value for key, value in local_settings.items() if other.get(key) != value}
+        rows.append(empty)
+    return rows
 
 
-def _score_by_patient(row: _MethodRow, test_set: str) -> dict[Any, float]:
+def _score_by_patient(runs: Sequence[FinishedRun], test_set: str) -> pd.Series:
     """Return the mean accuracy of a row's models for each patient, tested in one fold per seed."""
-    values: dict[Any, list[float]] = {}
-    for run in row.runs:
-        for site in run.summary["sites"]:
-            for key, (value, _) in (read_example_scores(run.folder.site_folder(site["site"]), test_set) or {}).items():
-                values.setdefault(key[:2], []).append(value)
-    return {patient: fmean(patient_values) for patient, patient_values in values.items()}
+    scores = [
+        ("\n".join(key[:2]), value)
+        for run in runs
+        for site in run.summary["sites"]
+        for key, (value, _) in (read_example_scores(run.folder.site_folder(site["site"]), test_set) or {}).items()
+    ]
+    return pd.DataFrame(scores, columns=["patient", "value"]).groupby("patient", sort=False)["value"].mean()
 
 
-def _site_values(evaluation: Mapping[str, Any], on: str) -> dict[str, dict[str, float | None]]:
-    """Return the values of a run: of each site's model, or the mean over models on the left-out site."""
-    scores = evaluation["scores"]
+def _list_values(run: FinishedRun, evaluation: Mapping[str, Any], on: str) -> Iterator[dict[str, Any]]:
+    """Yield the metrics of a run: of each site's model, or the mean over models on the left-out site."""
+    scores, member = evaluation["scores"], {"seed": run.seed, "repetition": str(run.repetition)}
     local_key = f"own_{scores[0]}"
     if on == "left_out":
         left_out = evaluation["external_set"]["left_out"]
         means = {name: mean_of_available([row[name] for row in left_out["rows"]]) for name in scores}
-        return {left_out["site"]: means | {local_key: means[scores[0]]}}
-    scored_rows = {site["site"]: site if on == "merged" else site["own"] for site in evaluation["sites"]}
-    return {
-        site["site"]: {name: scored_rows[site["site"]][name] for name in scores} | {local_key: site["own"][scores[0]]}
-        for site in evaluation["sites"]
-    }
+        yield member | {"site": left_out["site"]} | means | {local_key: means[scores[0]]}
+        return
+    for site in evaluation["sites"]:
+        row = site if on == "merged" else site["own"]
+        metrics = {name: row[name] for name in scores}
+        yield member | {"site": site["site"]} | metrics | {local_key: site["own"][scores[0]]}
 
 
 class _RowTest(PairedTest):
@@ -341,10 +338,9 @@ def _test_pairs(
     pairs = [(a, b) for a, b in pairs if (a, b) != (baseline_label, reference)]  # the reverse pair is included
     tests: list[_CorrectedTest] = []
     for metric in metrics:
-        family = [_test_pair(by_label[a], by_label[b], metric, on) for a, b in pairs]
-        found_tests = [test for test in family if test is not None]
-        for test, corrected in zip(found_tests, holm_adjust([test["p"] for test in found_tests]), strict=True):
-            tests.append({**test, "p_holm": corrected})
+        family = [test for a, b in pairs if (test := _test_pair(by_label[a], by_label[b], metric, on))]
+        corrected = holm_adjust([test["p"] for test in family])
+        tests += [{**test, "p_holm": p} for test, p in zip(family, corrected, strict=True)]
     return tests
 
 
@@ -357,27 +353,23 @@ def _test_pair(a: _MethodRow, b: _MethodRow, metric: str, on: str) -> _RowTest |
     common = sorted({run.seed for run in a.runs} & {run.seed for run in b.runs})
     test_set = {"accuracy": on, "own_accuracy": "own"}.get(metric, "")
 
-    def mean_values(
-        key: Callable[[FinishedRun, str], Any], seeds: Sequence[int] | None = None
-    ) -> list[dict[Any, float]]:
-        values = [row.group_values(key, metric, seeds) for row in (a, b)]
-        return [{group: fmean(values) for group, values in groups.items()} for groups in values]
+    def join_means(*by: str, seeds: Sequence[int] = ()) -> pd.DataFrame:
+        """Return the means of both rows by group, of common seeds only where given; groups of both rows only."""
+        frames = [row.values[row.values["seed"].isin(seeds)] if seeds else row.values for row in (a, b)]
+        return pd.concat([frame.groupby([*by], sort=False)[metric].mean() for frame in frames], axis=1).dropna()
 
     if len(common) >= _MIN_COMMON_SEEDS:
-        unit, sides = "seed", mean_values(lambda run, site: (run.seed, site))
-        keys_by_seed = [[key for key in sides[0] if key[0] == seed and key in sides[1]] for seed in common]
-        pairs = [tuple(fmean(side[key] for key in keys) for side in sides) for keys in keys_by_seed if keys]
+        unit, pairs = "seed", join_means("seed", "site", seeds=common).groupby("seed").mean()
+    elif test_set in a.patient_scores and test_set in b.patient_scores:
+        scores = [row.patient_scores[test_set] for row in (a, b)]
+        unit, pairs = "patient", pd.concat(scores, axis=1).dropna()
+    elif a.patient_scores and b.patient_scores:
+        unit, pairs = "fold", join_means("repetition")
     else:
-        if a.patient_scores.get(test_set) and b.patient_scores.get(test_set):
-            unit, sides = "patient", [a.patient_scores[test_set], b.patient_scores[test_set]]
-        elif a.patient_scores and b.patient_scores:
-            unit, sides = "fold", mean_values(lambda run, site: str(run.repetition))
-        else:
-            unit, sides = "site", mean_values(lambda run, site: site, common or None)
-        pairs = [(value, sides[1][key]) for key, value in sides[0].items() if key in sides[1]]
-    if not pairs:
+        unit, pairs = "site", join_means("site", seeds=common)
+    if pairs.empty:
         return None
-    result = compare_pairs([x for x, _ in pairs], [y for _, y in pairs])
+    result = compare_pairs(*pairs.to_numpy(float).T)
     test: _RowTest = {"a": a.label, "b": b.label, "metric": metric, **result, "unit": unit}
     return test
 
@@ -428,14 +420,11 @@ def _iterate_table_rows(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str
     """Yield the headings of table.csv, then a row per method; unknown values are empty."""
     plain_columns = ("label", "method", "dp", "guarantee", "epsilon", "n_sites")
     spreads = [(metric, part) for metric in metrics for part in ("mean", "sd", "n")]
-    communication_columns = ("messages", "bytes", "busiest_bytes", "seconds")
-    per_round = [*(f"{key}_per_round" for key in communication_columns), "seconds_per_round_in_all"]
+    per_round = [*(f"{key}_per_round" for key in _COMMUNICATION), "seconds_per_round_in_all"]
     yield [*plain_columns, "seeds", *map("_".join, spreads), *per_round]
     for row in rows:
         cells = [row[key] for key in plain_columns] + [" ".join(map(str, row["seeds"]))]
-        cells += [row[metric][part] for metric, part in spreads] + [
-            row["communication"][key] for key in communication_columns
-        ]
+        cells += [row[metric][part] for metric, part in spreads] + [row["communication"][key] for key in _COMMUNICATION]
         yield [*cells, row["seconds_per_round"]]
 
 
@@ -457,8 +446,8 @@ def render_comparison_lines(document: dict[str, Any]) -> Lines:
     if document["benefit"]:
         several = sum(formatting.is_federated(row["method"]) for row in document["rows"]) > 1
         method_note = f" ({document['benefit']['federated']})" if several else ""
-        for name, row in worth_figure.list_benefit_rows(document["benefit"]):
-            gain, verdict = worth_figure.gain_words(row), worth_figure.verdict_words(row, name)
+        for name, row in benefit_figure.list_benefit_rows(document["benefit"]):
+            gain, verdict = benefit_figure.gain_words(row), benefit_figure.verdict_words(row, name)
             yield TextLine(
                 f"  {name}: {gain} by federation{method_note}; {verdict}" if verdict else f"  {name}: {gain}"
             )

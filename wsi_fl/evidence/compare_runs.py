@@ -54,34 +54,31 @@ def resolve_runs(study: Study, selections: Iterable[str]) -> list[FinishedRun]:
     runs = [FinishedRun.load(path) for path in paths]
     if not runs:
         raise UsageError("compare needs runs: folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*')")
-    if receiver_run := next((run for run in runs if not run.summary["sites"]), None):
-        raise UsageError(
-            f"{study.relative_path(receiver_run.folder.path)}: only a site without labels is here, with "
-            "nothing to compare"
-        )
-    first = runs[0]
-    for run in runs[1:]:
-        run_path, first_path = (study.relative_path(compared_run.folder.path) for compared_run in (run, first))
-        run_question, first_question = (describe_target(compared_run.pipeline.target) for compared_run in (run, first))
-        if run_question != first_question:
-            raise UsageError(
-                f"{run_path}: has another target ({run_question}) than {first_path} ({first_question}); "
-                "compare runs of one target"
-            )
-        if run.division != first.division:
-            raise UsageError(
-                f"{run_path}: tests other patients than {first_path}, by {_describe_division(run)} and not by "
-                f"{_describe_division(first)}; compare runs of one division"
-            )
-        if not run.has_same_inputs(first.inputs):
-            a, b = first.inputs, run.inputs
-            names = a.keys() & b.keys() if first.division[1] else a.keys() | b.keys()
-            differing_site = next(name for name in sorted(names) if a.get(name) != b.get(name))
-            raise UsageError(
-                f"{run_path}: was trained on other {find_example_kind(run.pipeline).plural} than {first_path} (site "
-                f"{differing_site}); compare runs on the same stores"
-            )
+    for run in runs:
+        if problem := _explain_incomparable(run, runs[0], study.relative_path(runs[0].folder.path)):
+            raise UsageError(f"{study.relative_path(run.folder.path)}: {problem}")
     return runs
+
+
+def _explain_incomparable(run: FinishedRun, first: FinishedRun, first_path: str) -> str:
+    """Return the reason why a run cannot be compared with the first one; "" without one."""
+    if not run.summary["sites"]:
+        return "only a site without labels is here, with nothing to compare"
+    question, first_question = (describe_target(compared_run.pipeline.target) for compared_run in (run, first))
+    if question != first_question:
+        return f"has another target ({question}) than {first_path} ({first_question}); compare runs of one target"
+    if run.division != first.division:
+        return (
+            f"tests other patients than {first_path}, by {_describe_division(run)} and not by "
+            f"{_describe_division(first)}; compare runs of one division"
+        )
+    if run.has_same_inputs(first.inputs):
+        return ""
+    a, b = first.inputs, run.inputs
+    names = a.keys() & b.keys() if first.division[1] else a.keys() | b.keys()
+    differing_site = next(name for name in sorted(names) if a.get(name) != b.get(name))
+    examples = find_example_kind(run.pipeline).plural
+    return f"was trained on other {examples} than {first_path} (site {differing_site}); compare runs on the same stores"
 
 
 def _describe_division(run: FinishedRun) -> str:
@@ -93,13 +90,12 @@ def _resolve_paths(study: Study, selection: str) -> list[Path]:
     span = re.fullmatch(r"(\d+)-(\d+)", selection)
     if span is None and not re.search(r"[*?[]", selection):
         return [study.find_run(selection)]
-    all_paths = sorted(path.parent for path in study.runs_path.glob("*/config.toml"))
+    paths = sorted(path.parent for path in study.runs_path.glob("*/config.toml"))
     if span:
-        first, last = int(span[1]), int(span[2])
-        chosen = [p for p in all_paths if (m := re.match(r"(\d+)-", p.name)) and first <= int(m[1]) <= last]
+        numbers = range(int(span[1]), int(span[2]) + 1)
+        chosen = [path for path in paths if (m := re.match(r"(\d+)-", path.name)) and int(m[1]) in numbers]
     else:
-        pattern = Path(selection).name
-        chosen = [path for path in all_paths if path.match(pattern)]
+        chosen = [path for path in paths if path.match(Path(selection).name)]
     if not chosen:
         raise UsageError(f"no run {selection!r} in {study.relative_path(study.runs_path)}/")
     return chosen
@@ -115,38 +111,33 @@ def add_baseline(
     """
     first, runs = selected[0], list(selected)
     baseline_members = {run.repetition for run in selected if is_baseline(run, first)}
-    references = {
-        run.repetition: replace(first, pipeline=_pipeline_like(study, first.pipeline, run), inputs=run.inputs)
-        for run in sorted(selected, key=lambda run: run.repetition.sort_key)
-        if run.repetition not in baseline_members
-    }
+    references = {run.repetition: run for run in sorted(selected, key=lambda run: run.repetition.sort_key)}
     missing = []
-    for reference in references.values():
-        if (
-            run := find_finished_run(study, LOCAL_METHOD, baseline_pipeline(reference.pipeline), reference.inputs)
-        ) is not None:
-            runs.append(run)
+    for repetition, run in references.items():
+        if repetition in baseline_members:
+            continue
+        reference = replace(first, pipeline=_pipeline_like(study, first.pipeline, run), inputs=run.inputs)
+        pipeline = baseline_pipeline(reference.pipeline)
+        if existing_run := find_finished_run(study, LOCAL_METHOD, pipeline, reference.inputs):
+            runs.append(existing_run)
         else:
             missing.append(reference)
     if not missing:
         return runs, []
-    member_text = _format_members(missing)
-    problem = "not asked for"
-    if train_missing:
-        problem = next(filter(None, (_explain_missing_baseline(study, reference) for reference in missing)), "")
-    if problem:
+    subject = f"The baseline of {_format_members(missing)}"
+    problem = "" if train_missing else "not asked for"
+    if problem := problem or next(filter(None, (_explain_untrainable(study, reference) for reference in missing)), ""):
         others = f", and likewise for {_format_members(missing[1:])}" if missing[1:] else ""
+        command = _training_command(*_training_recipe(study, missing[0]))
         return runs, [
-            f"The baseline of {member_text} was not trained ({problem}): "
-            f"`{_training_command(*_training_recipe(study, missing[0]))}` "
-            f"trains that of {_format_members(missing[:1])}{others}."
+            f"{subject} was not trained ({problem}): `{command}` trains that of {_format_members(missing[:1])}{others}."
         ]
     trained = [
         _train_baseline(study, reference, NestedProgress(watcher, k, len(missing)))
         for k, reference in enumerate(missing)
     ]
     names = ", ".join(study.relative_path(run.folder.path) for run in trained)
-    return [*runs, *trained], [f"The baseline of {member_text} was trained for this comparison ({names})."]
+    return [*runs, *trained], [f"{subject} was trained for this comparison ({names})."]
 
 
 def _pipeline_like(study: Study, pipeline: Pipeline, run: FinishedRun) -> Pipeline:
@@ -155,8 +146,7 @@ def _pipeline_like(study: Study, pipeline: Pipeline, run: FinishedRun) -> Pipeli
     pipeline = pipeline.replace_keys(train=run_values).model_copy(update={"sites": run.pipeline.sites})
     with RunContext.create(study, pipeline, LOCAL_METHOD) as context:
         names = [site.name for site in context.sites if context.has_store(site.name)]
-        fewer = 0 < len(names) < len(context.sites)
-    return pipeline.model_copy(update={"sites": names}) if fewer else pipeline
+        return pipeline.model_copy(update={"sites": names}) if 0 < len(names) < len(context.sites) else pipeline
 
 
 def _train_baseline(study: Study, reference: FinishedRun, watcher: Watcher) -> FinishedRun:
@@ -193,7 +183,7 @@ def baseline_pipeline(pipeline: Pipeline) -> Pipeline:
     return local_pipeline.model_copy(update={"audit": AuditSettings()})
 
 
-def _explain_missing_baseline(study: Study, reference: FinishedRun) -> str:
+def _explain_untrainable(study: Study, reference: FinishedRun) -> str:
     """Return the reason why the baseline cannot be trained here; "" without one."""
     with RunContext.create(study, reference.pipeline, LOCAL_METHOD) as context:
         for site in context.sites:
@@ -221,15 +211,10 @@ def _training_recipe(study: Study, reference: FinishedRun) -> tuple[str, list[st
         changed = {key: value for key, value in target_values.items() if value != base.get(key)}
         if None not in changed.values():
             return name, [f"{key}={toml_value(value)}" for key, value in changed.items()]
-    config_path = reference.folder.path / "config.toml"
-    fixed = ["privacy.enabled=false", "train.tune=true"]
-    run_values = {key: target_values[key] for key in ("train.seed", "train.fold", "train.left_out", "sites")}
-    if reference.repetition.left_out is None:
-        run_values.pop("sites")
-    return str(config_path), [
-        *fixed,
-        *(f"{key}={toml_value(value)}" for key, value in run_values.items() if value is not None),
-    ]
+    keys = ["privacy.enabled", "train.tune", "train.seed", "train.fold", "train.left_out"]
+    keys += ["sites"] if reference.repetition.left_out is not None else []
+    overrides = [f"{key}={toml_value(value)}" for key in keys if (value := target_values[key]) is not None]
+    return str(reference.folder.path / "config.toml"), overrides
 
 
 def _training_command(name: str, overrides: Sequence[str]) -> str:

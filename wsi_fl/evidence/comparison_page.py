@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -102,23 +102,17 @@ def _local_comparison(row: Json, test: Json, pooled_gain: Json | None, mean_text
         pooled_gain: benefit of federation, where this method pools all data: it holds the pooled score and gain.
         mean_text: the repetitions of its mean, where those of the baseline differ.
     """
-    score_text = (
-        _score_text(row, pooled_gain["pooled"])
-        if pooled_gain
-        else f"{_score_text(row, row[test['metric']])}{mean_text}"
-    )
     d = test["difference"]
+    score_text = f"{_score_text(row, row[test['metric']])}{mean_text}"
     if not formatting.is_federated(row["method"]):
         distance = f"{abs(d):.2f} {'above' if d > 0 else 'below'}" if round(abs(d), 2) else "as much as"
-        comparison_text = f"{distance} {LOCAL_BASELINE} ({format_p_value(test['p_holm'])} over {_pairs_text(test)})"
-        comparison_text = (
-            f"{benefit_figure.gain_words({'gain': pooled_gain['pooled_gain']})} over {LOCAL_BASELINE}"
-            if pooled_gain
-            else comparison_text
-        )
+        gain_text = f"{distance} {LOCAL_BASELINE} ({format_p_value(test['p_holm'])} over {_pairs_text(test)})"
+        if pooled_gain:
+            score_text = _score_text(row, pooled_gain["pooled"])
+            gain_text = f"{benefit_figure.gain_words({'gain': pooled_gain['pooled_gain']})} over {LOCAL_BASELINE}"
         meaning = "; this is what its noise costs" if row["dp"] else ""
         meaning = "; privacy forbids pooling the data" if formatting.is_pooled(row["method"]) else meaning
-        return Finding("unclear", f"{score_text}, {comparison_text}{meaning}.")
+        return Finding("unclear", f"{score_text}, {gain_text}{meaning}.")
     gain = estimate_from_repetitions(d, test["sd"], test["n"]) if test["unit"] == "seed" else Estimate(d, None, None)
     return benefit_figure.build_benefit_finding(
         {"gain": gain.build_document(), "verdict": decide_verdict(gain, None)}, score_text, LOCAL_BASELINE
@@ -253,25 +247,20 @@ def settings_words(settings: Mapping[str, Any]) -> str:
     )
 
 
-class _Difference(TypedDict):
-    """All tests of two rows by score, with the numbers of pairs (`units`; joined as `n`)."""
-
-    a: str
-    b: str
-    tests: dict[str, Json]
-    units: dict[str, None]
-    n: NotRequired[str]
-
-
-def _group_tests(tests: Sequence[Json]) -> list[_Difference]:
-    pairs: dict[tuple[str, str], _Difference] = {}
+def _group_tests(tests: Sequence[Json]) -> list[dict[str, object]]:
+    """Return the tests of each two rows by score (`tests`), and the numbers of pairs (`n`)."""
+    groups: dict[tuple[str, str], list[Json]] = {}
     for test in tests:
-        empty: _Difference = {"a": test["a"], "b": test["b"], "tests": {}, "units": {}}
-        line = pairs.setdefault((test["a"], test["b"]), empty)
-        line["tests"][test["metric"]] = test
-        line["units"][_pairs_text(test)] = None
-        line["n"] = ", ".join(line["units"])
-    return list(pairs.values())
+        groups.setdefault((test["a"], test["b"]), []).append(test)
+    return [
+        {
+            "a": a,
+            "b": b,
+            "tests": {test["metric"]: test for test in group},
+            "n": ", ".join(dict.fromkeys(map(_pairs_text, group))),
+        }
+        for (a, b), group in groups.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -330,27 +319,25 @@ def _color_name(position: int, series: Sequence[ChartRow]) -> str:
 def _build_charts(series: Sequence[ChartRow], title: str) -> list[tuple[str, str, Chart]]:
     """Return (title, explanation, chart) of known values: accuracies, accuracy over rounds, bytes."""
     figure_size = {"height_in": _height_in(series), "left_in": _margin_in(series)}
+    means = [(row, {"mean": row.mean, "sd": row.sd}) for row in series if row.mean is not None]
+    bands = [(row, row.mean_band[-1][1]) for row in series if row.mean_band]
+    sent = [(row, row.sent_bytes) for row in series if row.sent_bytes is not None]
     charts = []
-    if values_text := [
-        f"{row.full_label} {formatting.format_spread({'mean': row.mean, 'sd': row.sd})}"
-        for row in series
-        if row.mean is not None
-    ]:
+    if means:
+        values_text = "; ".join(f"{row.full_label} {formatting.format_spread(value)}" for row, value in means)
         text = "Small dots: every site of every run. Circle and bar: mean ± standard deviation; hollow without DP."
-        alt = f"{title}, mean ± standard deviation over sites and seeds: {'; '.join(values_text)}."
+        alt = f"{title}, mean ± standard deviation over sites and seeds: {values_text}."
         charts.append((title, text, _build_chart(_draw_scores, series, alt, **figure_size)))
-    if values_text := [
-        f"{row.full_label} ends at {format_number(row.mean_band[-1][1])}" for row in series if row.mean_band
-    ]:
+    if bands:
+        values_text = "; ".join(f"{row.full_label} ends at {format_number(value)}" for row, value in bands)
         text = "Mean over sites and seeds; the band is one standard deviation wide to either side."
-        alt = f"{title} by round: {'; '.join(values_text)}."
-        charts.append((f"{title} by round", text, _build_chart(_draw_curves, series, alt)))
-    if any(row.sent_bytes for row in series):
-        values_text = [
-            f"{row.full_label} {formatting.format_size(row.sent_bytes)}" for row in series if row.sent_bytes is not None
-        ]
+        charts.append(
+            (f"{title} by round", text, _build_chart(_draw_curves, series, f"{title} by round: {values_text}."))
+        )
+    if any(n_bytes for _, n_bytes in sent):
+        values_text = "; ".join(f"{row.full_label} {formatting.format_size(n_bytes)}" for row, n_bytes in sent)
         text = "Bar: mean over sites. Diamond: the site that sends most."
-        alt = f"Sent per round and site: {'; '.join(values_text)}."
+        alt = f"Sent per round and site: {values_text}."
         charts.append(("Sent per round and site", text, _build_chart(_draw_bytes, series, alt, **figure_size)))
     return charts
 

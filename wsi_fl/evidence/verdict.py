@@ -219,7 +219,7 @@ class PairedTest(TypedDict):
     p: float | None
 
 
-def compare_pairs(a: Sequence[float], b: Sequence[float]) -> PairedTest:
+def compare_pairs(a: Sequence[float] | _Floats, b: Sequence[float] | _Floats) -> PairedTest:
     """Return Student's paired t-test of n values each; a[k] and b[k] were measured under the same conditions.
 
     Where all differences are equal, their variance is 0, and p that of a sign test: 2^(1 − n). No p is 0.
@@ -227,7 +227,7 @@ def compare_pairs(a: Sequence[float], b: Sequence[float]) -> PairedTest:
     Raises:
         ValueError: without pairs, or for a value without a partner.
     """
-    if not a or len(a) != len(b):
+    if not len(a) or len(a) != len(b):
         raise ValueError(f"{len(a)} and {len(b)} values make no pairs")
     differences = np.asarray(a, np.float64) - np.asarray(b, np.float64)
     n, mean = len(differences), float(differences.mean())
@@ -246,13 +246,10 @@ def compare_pairs(a: Sequence[float], b: Sequence[float]) -> PairedTest:
 def holm_adjust(p_values: Sequence[float | None]) -> list[float | None]:
     """Return the p-values of one family of tests, adjusted by Holm's method (1979).
 
-    The k-th smallest of m is multiplied by m − k + 1, and the results never decrease with k. None, a missing test,
-    stays None and does not count.
+    None, a missing test, stays None and does not count.
     """
-    ranked = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
-    corrected: list[float | None] = [None] * len(p_values)
-    highest = 0.0
-    for rank, (p, index) in enumerate(ranked):
-        highest = max(highest, min(1.0, (len(ranked) - rank) * p))
-        corrected[index] = highest
-    return corrected
+    from statsmodels.stats.multitest import multipletests
+
+    available = [p for p in p_values if p is not None]
+    adjusted = iter(multipletests(available, method="holm")[1].tolist() if available else [])
+    return [None if p is None else next(adjusted) for p in p_values]

@@ -136,7 +136,7 @@ def _verdict_on_federation(merged: Json, run: Json, name: str, score: str) -> Fi
     gain = run.get("gain") or {"gain": {"mean": difference, "low": None, "high": None}, "verdict": "inconclusive"}
     score_text = format_number((gain.get("federated") or merged[score])["mean"], 2)
     measure = gain.get("measure", formatting.score_in_sentence(score))
-    return benefit.describe(gain, f"In this run federation reaches {score_text} in {measure}", name)
+    return benefit.describe_benefit(gain, f"In this run federation reaches {score_text} in {measure}", name)
 
 
 def _first_gain(merged: Json, baseline: str, run: Json, score: str) -> dict[str, object]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wsi_fl.plugins import PluginTable
+from wsi_fl.report import templates
 from wsi_fl.report.formatting import Finding, Json
-from wsi_fl.report.templates import fill_template
 
 if TYPE_CHECKING:
     from wsi_fl.report.run_sections import Page
@@ -31,26 +31,26 @@ class SectionContext:
     slots: Mapping[str, int]
     many: bool
 
-    def fill(self, kind: str, folder: Path, values: Mapping[str, object]) -> str:
+    def fill_template(self, kind: str, folder: Path, values: Mapping[str, object]) -> str:
         """Return a template of another package, filled with values and those of the page."""
         shared = {"page": self.page, "slots": self.slots, "many": self.many}
-        return fill_template(kind, shared | dict(values), folder)
+        return templates.fill_template(kind, shared | dict(values), folder)
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A section of a run's page.
 
     Attributes:
         name: its anchor.
-        after: name of the section that it follows.
+        predecessor: name of the section that it follows.
         html: its HTML, `<section id="NAME">…</section>`.
         checklist: answers to items of TRIPOD+AI by number.
     """
 
     name: str
     title: str
-    after: str
+    predecessor: str
     html: str
     checklist: Mapping[int, str] = field(default_factory=dict)
 
@@ -58,14 +58,14 @@ class Section:
 class SectionBuilder(Protocol):
     """An entry of `wsi_fl.report_sections`."""
 
-    def build(self, context: SectionContext, /) -> Section | None:
+    def build_section(self, context: SectionContext, /) -> PageSection | None:
         """Return the section; None where the run has nothing to show."""
 
 
 class BenefitMeasure(Protocol):
     """An entry of `wsi_fl.benefit`."""
 
-    def measure(self, runs: Mapping[str, Sequence[Any]], test_set: str, /) -> Json:
+    def measure_benefit(self, runs: Mapping[str, Sequence[Any]], test_set: str, /) -> Json:
         """Return the benefit of federation over all sites.
 
         Args:
@@ -73,7 +73,7 @@ class BenefitMeasure(Protocol):
             test_set: "merged" or "own".
         """
 
-    def describe(self, gain: Json, score_text: str, baseline: str, /) -> Finding:
+    def describe_benefit(self, gain: Json, score_text: str, baseline: str, /) -> Finding:
         """Return a sentence with the gain and its verdict.
 
         Args:
@@ -81,10 +81,10 @@ class BenefitMeasure(Protocol):
         """
 
 
-def build_sections(context: SectionContext) -> list[Section]:
+def build_sections(context: SectionContext) -> list[PageSection]:
     """Return the sections of other packages."""
     builders = PluginTable[Any]("wsi_fl.report_sections", {}, object)
-    sections = [builder.build(context) for builder in builders.values()]
+    sections = [builder.build_section(context) for builder in builders.values()]
     return [section for section in sections if section is not None]
 
 

@@ -421,7 +421,7 @@ def _render_card(card: Json) -> str:
         ensemble_note = " (ensembles with local models)" if card["as_released"] else ""
         score = format_number(gain["federated"]["mean"], 2)
         score_text = f"In the run federation{ensemble_note} reached {score} in {gain['measure']}"
-        benefit_text = benefit.describe(gain, score_text, "local models without differential privacy").text
+        benefit_text = benefit.describe_benefit(gain, score_text, "local models without differential privacy").text
     context = {
         "card": card,
         "warning": _warning_text(card),

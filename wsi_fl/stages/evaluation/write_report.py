@@ -182,7 +182,7 @@ def find_baselines(context: RunContext, reference: FinishedRun) -> Iterable[Json
         for (method, dp), row in latest.items():
             if formatting.is_local(method) and not dp:
                 runs_by_kind = {"local": runs[method, dp], "federated": reference, "pooled": pooled}
-                gain = benefit.measure({kind: [run] for kind, run in runs_by_kind.items() if run}, "merged")
+                gain = benefit.measure_benefit({kind: [run] for kind, run in runs_by_kind.items() if run}, "merged")
                 row["gain"] = gain if gain["gain"] else None
     return latest.values()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Bar, Chart, open_figure, plot_bars, render_svg
 from wsi_fl.report.formatting import Json, format_number
-from wsi_fl.report.sections import Section, SectionContext
+from wsi_fl.report.sections import PageSection, SectionContext
 from wsi_fl.system.files import read_maybe_sealed
 
 BASELINES_FILE = "mpcpa.json"
@@ -18,7 +18,7 @@ _AGGREGATED_ROWS = ("aggregated A", "aggregated B")
 class BaselinesSection:
     """The section "Local and generated images"."""
 
-    def build(self, context: SectionContext) -> Section | None:
+    def build_section(self, context: SectionContext) -> PageSection | None:
         """Return the section; None for a run without baselines of mpcpa."""
         path = context.run_context.run.path / BASELINES_FILE
         if not path.exists():
@@ -32,8 +32,8 @@ class BaselinesSection:
             "curve": _plot_curve(points, context.colors) if len(points) > 2 else None,
             "failed": [row["site"] for row in document["memorization"] if not row["passed"]],
         }
-        html = context.fill("baselines", Path(__file__).parent, values)
-        return Section("generated", "Local and generated images", "aggregation", html)
+        html = context.fill_template("baselines", Path(__file__).parent, values)
+        return PageSection("generated", "Local and generated images", "aggregation", html)
 
 
 BASELINES = BaselinesSection()

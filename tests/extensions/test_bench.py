@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import shutil
 import sys
 import tomllib
 import zipfile
@@ -16,10 +15,10 @@ from conftest import refused
 from test_plugins import installed
 from training_runs import csv_rows
 
-import wsi_fl.evidence.bench as module
 from wsi_fl import plugins
-from wsi_fl.evidence.bench import FeatureTable, SamplingCell, parse_cells, read_table, run_benchmark, sample_sites
-from wsi_fl.stages.runtime.console import SilentProgress
+from wsi_fl.evidence import bench as module
+from wsi_fl.evidence.bench import SamplingCell, parse_cells, run_benchmark, sample_sites
+from wsi_fl.evidence.feature_table import FeatureTable, read_table
 from wsi_fl.stores.bag_store import Bag, BagMeta, group_bags, write_bags
 from wsi_fl.types import GridSpec, PatchTable
 
@@ -40,9 +39,7 @@ def npz(tmp_path):
     return tmp_path / "features.npz"
 
 
-def test_every_hospital_has_a_row_and_results_are_recomputed_only_for_changed_methods(
-    npz, tmp_path, monkeypatch, capsys
-):
+def test_every_hospital_has_a_row_and_no_result_is_overwritten(npz, tmp_path, monkeypatch):
     out = tmp_path / "bench.csv"
     asked = {"out": out, "methods": ["oneshot", "fedavg"], "cells": parse_cells("2x8", "1"), "seeds": 2}
     monkeypatch.setattr(module, "_HYPERPARAMETERS", ((1, 1e-2), (2, 1e-2)))
@@ -59,20 +56,7 @@ def test_every_hospital_has_a_row_and_results_are_recomputed_only_for_changed_me
     for cell in document["cells"]:  # the document says what the lines say
         gain = np.mean(means[cell["method"]]) - np.mean(means["regular"])
         assert cell["gain"] == pytest.approx(gain, abs=1e-9)
-    whole = out.read_text()
-    out.write_text("\n".join(line for line in whole.splitlines() if ",1,S" not in line) + "\n")
-    trained = []
-    done = module._run_job
-    monkeypatch.setattr(module, "_run_job", lambda work: trained.append(work.seed) or done(work))
-    run_benchmark(npz, **asked)
-    assert set(trained) == {1} and len(trained) == 4  # methods
-    trained.clear()
-    code = module._method_digest
-    monkeypatch.setattr(module, "_method_digest", lambda name: code(name) + "2" * (name == "fedavg"))
-    monkeypatch.setattr(module, "_run_job", lambda work: trained.append(work.method) or done(work))
-    run_benchmark(npz, **asked)
-    assert set(trained) == {"fedavg"} and "fedavg has changed since" in capsys.readouterr().err
-    refused(lambda: run_benchmark(npz, **asked, unit="patient"), "another table or unit")
+    refused(lambda: run_benchmark(npz, **asked), "bench.csv: exists already", "choose another --out")
 
 
 def test_hospitals_with_a_single_class_gain_and_pooled_training_is_best(npz, tmp_path):
@@ -162,6 +146,7 @@ def test_a_store_gives_a_row_per_labelled_patch_and_otherwise_per_slide(tmp_path
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
+        *(({"methods": [name]}, f"{name} is always measured as a baseline") for name in ("regular", "joint")),
         ({"cells": [SamplingCell(4, 500, "alike")]}, "too few patients"),
         ({"methods": ["mpcpa"]}, "needs more than features"),
         ({"methods": ["nosuch"]}, "unknown method"),
@@ -285,64 +270,3 @@ def test_a_csv_with_text_cells_is_refused_with_advice_that_works(tmp_path, text,
     refused(lambda: read_table(tmp_path / "t.csv"), *words)
     (tmp_path / "t.csv").write_text(mended)
     assert len(read_table(tmp_path / "t.csv").y) == 2
-
-
-def test_a_method_that_is_always_measured_cannot_be_requested(npz, tmp_path):
-    asked = {"out": tmp_path / "o.csv", "cells": parse_cells("2x8", "alike"), "seeds": 1}
-    for name in ("regular", "joint"):
-        refused(
-            lambda name=name: run_benchmark(npz, methods=[name], **asked), f"{name} is always measured as a baseline"
-        )
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """A small result and the arguments of its benchmark."""
-    folder = tmp_path_factory.mktemp("measured")
-    x, y, patient = table()
-    np.savez(folder / "features.npz", x=x, y=y, patient=patient)
-    asked = {"methods": ["oneshot"], "cells": parse_cells("2x8", "alike"), "seeds": 1}
-    run_benchmark(folder / "features.npz", out=folder / "out.csv", **asked)
-    return folder, asked
-
-
-@pytest.mark.parametrize("hurt", ["lost", "twice", "number", "cut", "other hospital", "above 1", "swapped"])
-def test_lost_doubled_or_damaged_lines_of_a_result_are_recomputed(measured, tmp_path, hurt, capsys):
-    folder, asked = measured
-    for name in ("out.csv", "out.json"):
-        shutil.copy(folder / name, tmp_path / name)
-    out = tmp_path / "out.csv"
-    lines = out.read_text().splitlines()
-    fields = lines[1].split(",")
-    score = module._RESULT_COLUMNS.index("score")
-    changed = {
-        "lost": [],
-        "twice": [lines[1], lines[1]],
-        "number": [",".join([*fields[:score], "0.9x", *fields[score + 1 :]])],
-        "cut": [lines[1][: len(lines[1]) // 2]],
-        "other hospital": [lines[1].replace(",S1,", ",S7,")],
-        "above 1": [",".join([*fields[:score], "1.5", *fields[score + 1 :]])],
-        "swapped": [lines[1].replace(",S1,", ",S2,")],
-    }[hurt]
-    out.write_text("\n".join([lines[0], *changed, *lines[2:]]) + "\n")
-    run_benchmark(folder / "features.npz", out=out, **asked, watcher=RecordingReporter())
-    kept = [line.rsplit(",", 1)[0] for line in lines]  # without the seconds
-    assert [line.rsplit(",", 1)[0] for line in out.read_text().splitlines()] == kept
-    assert any("are computed again" in line for line in RecordingReporter.lines)
-
-
-class RecordingReporter(SilentProgress):
-    """A progress reporter that keeps its messages."""
-
-    lines: list[str] = []  # noqa: RUF012 of all of them
-
-    def print_message(self, line, style=""):
-        self.lines.append(line)
-
-
-def test_a_foreign_table_in_place_of_a_result_is_refused(measured, tmp_path):
-    folder, asked = measured
-    out = tmp_path / "out.csv"
-    for data in (b"a,b\n1,2\n", b"", "method,epsilon\n".encode("utf-16"), b"\0\1"):
-        out.write_bytes(data)
-        refused(lambda: run_benchmark(folder / "features.npz", out=out, **asked), "choose another --out")

@@ -259,15 +259,6 @@ def test_private_models_without_noise_reveal_their_canaries(noisy_run):
         assert model["canaries"]["epsilon_lower"] > 1 and model["canaries"]["accuracy"] > 0.6
 
 
-@pytest.mark.slow
-def test_without_noise_the_bound_exceeds_the_epsilon_of_the_plan_with_noise(noisy_run):
-    study, summary, _ = noisy_run
-    bare = trained(study, "proxyfl", *PLAN, "privacy.sigma=0.0")
-    for model, row in zip(models(audit_run(study, bare["run"]), "proxy"), summary["sites"], strict=True):
-        assert model["canaries"]["epsilon_lower"] > row["epsilon"]
-        assert model["canaries"]["epsilon_upper"] is None
-
-
 def test_the_audited_proxy_is_the_last_one_released(noisy_run):
     study, summary, _ = noisy_run
     run = RunFolder(study.root / summary["run"])
