@@ -16,9 +16,9 @@ from wsi_fl.evidence import clinical_metrics as measures
 from wsi_fl.evidence.clinical_metrics import MIN_SUBGROUP, Names, PatientPredictions
 from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
 from wsi_fl.evidence.compare_runs import resolve_runs
+from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.report.formatting import Json
 from wsi_fl.report.sections import PageSection, SectionContext
-from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
