@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.runs.run_folder import RunFolder
+from wsi_fl.stages.site.example_kind import find_example_kind
 from wsi_fl.stages.site.run_context import find_method
-from wsi_fl.stages.site.site_data import find_example_kind
 from wsi_fl.stages.training.train import SeriesMember
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
