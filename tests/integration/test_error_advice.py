@@ -67,7 +67,7 @@ def _parses(command: str) -> None:
     """Return whether the command and its options exist; required arguments may be missing."""
     words = ["1" if word == "N" else word for word in shlex.split(command)[1:] if word not in ("&&", "…")]
     here = ROOT
-    if words[0] in ("1", "ARGUMENTS"):  # a command that the text is told
+    if words[0] in ("1", "ARGUMENTS", "--help"):  # a command that the text is told, or the help of all
         return
     while hasattr(here, "commands") and words:
         name, here = words[0], here.get_command(None, words.pop(0))

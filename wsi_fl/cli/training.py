@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -152,10 +152,13 @@ def _start_training(study: Study, series: Mapping[str, Any] | None, as_json: boo
 
     keys = study.load_pipeline(study.pipeline_name(options["pipeline_name"]), options["overrides"]).train
     is_series = series is not None or (keys.folds is not None and keys.fold is None)
-    start: Callable[..., Summary | SeriesSummary] = (
-        partial(stage.train_series, **(series or {})) if is_series else stage.train
-    )
-    run_work("train", partial(start, study, **options), as_json, stage.train_lines)
+
+    def run_training(watcher: Watcher) -> Summary | SeriesSummary:
+        if is_series:
+            return stage.train_series(study, **(series or {}), **options, watcher=watcher)
+        return stage.train(study, **options, watcher=watcher)
+
+    run_work("train", run_training, as_json, stage.train_lines)
 
 
 def _try_plan(

@@ -171,8 +171,7 @@ def _freeze_diverged(site: Site, previous_vectors: Mapping[str, NDArray[np.float
             learner.optimizer.state.clear()
             site.freeze_role(role)
             site.folder.log(
-                f"round {round_}: the {role} model was no longer finite and stays as it was; lower the "
-                "learning rate"
+                f"round {round_}: the {role} model was no longer finite and stays as it was; lower the learning rate"
             )
 
 

@@ -357,8 +357,12 @@ def _model_parts(request: ExportRequest, evaluation: Json, merged: bool) -> list
     alone makes the site's predictions.
     """
     row = next((row for row in evaluation["sites"] if row["site"] == request.site.name), None)
-    model = row["models"].get(request.role) if row and request.site.allows("scores") else None
-    if row is None or not model:
+    if (
+        row is None
+        or not request.site.allows("scores")
+        or row is None
+        or not (model := row["models"].get(request.role))
+    ):
         return []
     test_sets = [("the test parts of all sites", model, row)] * merged
     test_sets.append(("the test part of its site", model["own"], row["own"]))
