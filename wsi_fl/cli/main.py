@@ -38,7 +38,7 @@ class CommandGroup(TyperGroup):
         """Write the groups with the commands that are shown."""
         for title, names in self.list_groups().items():
             commands = {name: self.get_command(ctx, name) for name in names}
-            rows = [(name, shown.get_short_help_str(200)) for name, shown in commands.items() if not shown.hidden]
+            rows = [(name, command.get_short_help_str(200)) for name, command in commands.items() if not command.hidden]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
