@@ -140,7 +140,7 @@ def _count_by_class(cell: SamplingCell, index: int, shares: NDArray[np.float64])
         major, share = index % len(shares), float(cell.skew)
         shares[np.arange(len(shares)) != major] *= (1 - share) / (shares.sum() - shares[major])
         shares[major] = share
-    counts = np.floor(cell.n * shares / shares.sum()).astype(np.int64)
+    counts: NDArray[np.int64] = np.floor(cell.n * shares / shares.sum()).astype(np.int64)
     counts[np.argmax(shares)] += cell.n - counts.sum()
     return counts
 
