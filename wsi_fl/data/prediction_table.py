@@ -150,9 +150,9 @@ def measure_predictions(
 def score_tumor_types(table: PredictionTable) -> dict[str, dict[str, float | None]]:
     """Return n, accuracy and macro-accuracy by tumour type; empty without tumour types."""
     groups = table.group_by("tumor_type") if "tumor_type" in table.obs else {}
-    scores = {kind: score_predictions(groups[kind].model_predictions, groups[kind].truth) for kind in sorted(groups)}
     names = ("n", "accuracy", "macro_accuracy")
-    return {kind: {name: values[name] for name in names} for kind, values in scores.items() if kind}
+    scores = {kind: groups[kind].compute_scores() for kind in sorted(groups) if kind}
+    return {kind: {name: values[name] for name in names} for kind, values in scores.items()}
 
 
 # ---- many sites' predictions as one (MPCPA, section 3.2)

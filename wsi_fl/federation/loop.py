@@ -142,7 +142,8 @@ def _train_and_record(
     for role, learner in site.learners.items():
         if not np.isfinite(learner.parameter_vector()).all():
             raise WsiFlError(
-                f"site {site.name}: its {role} model is not finite in round {round_}; lower the learning rate"
+                f"site {site.name}: its {role} model is not finite in round {round_}; "
+                "lower the learning rate (train.lr)"
             )
     released = release_model(site, recipe.method, round_) if recipe.colluding is None else None
     if sends_buffer := sends_buffer and site.active:
@@ -171,7 +172,8 @@ def _freeze_diverged(site: Site, previous_vectors: Mapping[str, NDArray[np.float
             learner.optimizer.state.clear()
             site.freeze_role(role)
             site.folder.log(
-                f"round {round_}: the {role} model was no longer finite and stays as it was; lower the learning rate"
+                f"round {round_}: the {role} model was no longer finite and stays as it was; "
+                "lower the learning rate (train.lr)"
             )
 
 

@@ -71,7 +71,8 @@ class Graph:
         for site in np.flatnonzero(matrix.sum(axis=1) == 0):
             raise UsageError(
                 f"{self.source}: round {round_ % len(self.rounds) + 1}: {self.names[site]} sends all it has "
-                "and gets nothing; give sites a weight of themselves above 0, or weights that sum to less than 1"
+                "and gets nothing; give sites a weight of themselves (topology.self_weight), or "
+                "weights that sum to less than 1"
             )
         return [matrix]
 

@@ -188,7 +188,9 @@ class _SurvivorExchange:
         self, make_pieces: Callable[[int, int], Sequence[bytes]]
     ) -> dict[int, dict[int, tuple[bytes, ...]]]:
         """Send each pair's pieces; return those received by each local site."""
-        replies = self._exchange(_SecretPieces, lambda k, to: {"pieces": [piece.hex() for piece in make_pieces(k, to)]})
+        replies = self._exchange_all(
+            _SecretPieces, lambda k, to: {"pieces": [piece.hex() for piece in make_pieces(k, to)]}
+        )
         return {
             k: {other: tuple(map(bytes.fromhex, reply["pieces"])) for other, reply in site_replies.items()}
             for k, site_replies in replies.items()
@@ -196,10 +198,10 @@ class _SurvivorExchange:
 
     def exchange_holdings(self, holdings: Mapping[int, Collection[int]]) -> dict[int, list[list[int]]]:
         """Send the sites whose keys or messages each local site holds; return what it hears from others."""
-        replies = self._exchange(_HeldSites, lambda k, _: {"sites": sorted(holdings[k])})
+        replies = self._exchange_all(_HeldSites, lambda k, _: {"sites": sorted(holdings[k])})
         return {k: [reply["sites"] for reply in site_replies.values()] for k, site_replies in replies.items()}
 
-    def _exchange(self, kind: type[_T], make_document: Callable[[int, int], _T]) -> dict[int, dict[int, _T]]:
+    def _exchange_all(self, kind: type[_T], make_document: Callable[[int, int], _T]) -> dict[int, dict[int, _T]]:
         pairs = [(k, to) for k in self.parts for to in self.responding[k]]
         replies = self._comm.exchange_documents(
             {(k, to): make_document(k, to) for k, to in pairs}, kind, [(to, k) for k, to in pairs]

@@ -281,7 +281,7 @@ class PrivacyLedger:
             )
         if not np.isfinite(vector).all():
             raise WsiFlError(
-                f"site {self.site}: its {content} is not finite in round {round_}; lower the learning rate"
+                f"site {self.site}: its {content} is not finite in round {round_}; lower the learning rate (train.lr)"
             )
         sha256 = digest_values(vector)
         round_ = self.record(round_, mechanism, f"{content} {sha256}")

@@ -75,13 +75,13 @@ def _build_app(gallery: Gallery, token: str) -> Router:
         return Response((files("wsi_fl.viewer") / "page" / name).read_bytes(), media_type=_PAGE_FILES[name])
 
     def send_json(render: Callable[..., bytes | None], request: Request) -> Response:
-        return _respond(partial(render, **request.path_params), "application/json")
+        return _send_response(partial(render, **request.path_params), "application/json")
 
     def send_tile(request: Request) -> Response:
         def is_awaited() -> bool:
             return not from_thread.run(request.is_disconnected)
 
-        return _respond(partial(gallery.render_tile, **request.path_params, awaited=is_awaited), "image/jpeg")
+        return _send_response(partial(gallery.render_tile, **request.path_params, awaited=is_awaited), "image/jpeg")
 
     number = "/slides/{number:int}"
     routes = [
@@ -96,7 +96,7 @@ def _build_app(gallery: Gallery, token: str) -> Router:
     return Router([pages], redirect_slashes=False)
 
 
-def _respond(render: Callable[[], bytes | None], media_type: str) -> Response:
+def _send_response(render: Callable[[], bytes | None], media_type: str) -> Response:
     """Return the response with rendered content; an error of a library must not affect other slides."""
     try:
         content = render()
@@ -118,9 +118,9 @@ class _Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
-        await (self._refuse(scope) or self.app)(scope, receive, send)
+        await (self._refuse_request(scope) or self.app)(scope, receive, send)
 
-    def _refuse(self, scope: Scope) -> Response | None:
+    def _refuse_request(self, scope: Scope) -> Response | None:
         headers, path = Headers(scope=scope), scope["raw_path"].decode("ascii")
         hosts = [f"{name}:{self.port}" for name in (ADDRESS, "localhost")]
         if headers.get("host") not in hosts:
@@ -170,7 +170,7 @@ class _Connection(H11Protocol):
         self.transport.close()
 
 
-def _listen(port: int | None) -> socket.socket:
+def _listen_locally(port: int | None) -> socket.socket:
     """Return a socket at a port; by default at 8642, or a free one if it is taken.
 
     Raises:
@@ -196,7 +196,7 @@ class ViewServer:
 
     def __init__(self, gallery: Gallery, port: int | None = None) -> None:
         self.gallery, self.token = gallery, secrets.token_urlsafe(_TOKEN_BYTES)
-        self.socket = _listen(port)
+        self.socket = _listen_locally(port)
         self.port: int = self.socket.getsockname()[1]
         self.url = f"http://{ADDRESS}:{self.port}/{self.token}/"
         config = Config(

@@ -28,7 +28,7 @@ class Inbox:
         sizes = [len(message.body) for (name, _), message in self._messages.items() if name == sender]
         return len(sizes) >= _MAX_PENDING or sum(sizes) + len(arrival.body) > 2 * self._most_bytes
 
-    def add(self, message: SealedMessage) -> bool:
+    def add_message(self, message: SealedMessage) -> bool:
         """Keep a message; return False for a repeated one."""
         key = (message.header["sender"], message.header["place"])
         if key in self._messages or key in self._consumed:

@@ -316,7 +316,7 @@ class SecureComm:
         message.verify_sender(peer[1])
         if header["to"] != self.identity.name or header["session"] != self._session:
             return self._note_refusal(f"a message of {header['sender']} is of another session or for another receiver")
-        if not self._inbox.add(message):
+        if not self._inbox.add_message(message):
             return "taken"
         if header["place"] in _END_REASONS:
             code, text = _END_REASONS[header["place"]]

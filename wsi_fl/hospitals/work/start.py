@@ -332,9 +332,9 @@ class _FolderWork:
         if self._finished is not None and not _has_waiting_peer(self._transport, self._peers):
             return self._finished
         print_message(f"  {self._kit.name} takes part in plan {self._plan.digest[:8]} as soon as all others do")
-        return repeat_until_done(self._attempt, self._recover)
+        return repeat_until_done(self._take_part, self._recover_job)
 
-    def _attempt(self) -> Summary:
+    def _take_part(self) -> Summary:
         try:
             return take_part(
                 self._study,
@@ -357,7 +357,7 @@ class _FolderWork:
         finally:
             self._transport.close()
 
-    def _recover(self, error: WsiFlError) -> None:
+    def _recover_job(self, error: WsiFlError) -> None:
         if isinstance(error, SitesDroppedOut):
             self._presence.mark_dropped_out(error.sites, str(error))
             missing = ", ".join(self._presence.missing_sites())

@@ -84,7 +84,7 @@ def submit_plan(
         replies = run_plan_job(kit, plan, sites, _work_request(plan, resume, without), watcher)
     else:
         series = _PlanJobs(kit, plan, sites, resume, watcher)
-        replies = repeat_until_done(series.attempt, series.recover)
+        replies = repeat_until_done(series.submit_jobs, series.record_failure)
     scores = _require_same_scores({site: reply["scores"] for site, reply in replies.items()})
     summary = cast(Summary, {key: value for key, value in replies[next(iter(replies))].items() if key != "scores"})
     if out is None:  # the hospitals named the run
@@ -172,7 +172,7 @@ class _PlanJobs:
         self._resume = resume or LAST if has_begun else resume
         self._last_message, self._n_failed_jobs = "", 0
 
-    def attempt(self) -> dict[str, Reply] | None:
+    def submit_jobs(self) -> dict[str, Reply] | None:
         """Run a job for the hospitals that are there, and return each one's reply; None if too few are there."""
         refuse_after(self._deadline)
         plan, availability = self._plan, self._availability
@@ -200,7 +200,7 @@ class _PlanJobs:
         job, self._resume = _work_request(plan, self._resume, left_out), LAST
         return run_plan_job(self._kit, plan, available, job, self._watcher, awaited=awaited)
 
-    def recover(self, error: WsiFlError) -> None:
+    def record_failure(self, error: WsiFlError) -> None:
         """Record who made a job fail; raise the error if no further job can succeed."""
         self._n_failed_jobs += 1
         if isinstance(error, jobs.SiteReconnected):

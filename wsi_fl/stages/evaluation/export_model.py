@@ -335,14 +335,14 @@ def _collect_scores(request: ExportRequest) -> dict[str, object]:
         refusal = 'the hospital does not allow the release of its scores (`allow = ["scores"]`)'
         missing = "the run has no scores of it" if request.site.allows("scores") else refusal
         merged = evaluation["merged"] is not None and all(site.allows("scores") for site in context.members)
-        parts = _released_parts(request, evaluation) if as_released else _model_parts(request, evaluation, merged)
+        parts = _score_released_parts(request, evaluation) if as_released else _model_parts(request, evaluation, merged)
         baselines = find_baselines(context, FinishedRun.load(context.run.path)) if merged else ()
         benefit = next((baseline["gain"] for baseline in baselines if baseline.get("gain")), None)
     metrics = {"scores": list(evaluation["scores"]), "parts": parts} if evaluation and parts else None
     return {"metrics": metrics, "benefit": benefit, "as_released": as_released, "missing": missing}
 
 
-def _released_parts(request: ExportRequest, evaluation: Json) -> list[Json]:
+def _score_released_parts(request: ExportRequest, evaluation: Json) -> list[Json]:
     """Return the scores of a released head at each site that allows them."""
     rows = [
         row for row in evaluation.get("global_head") or () if request.context.find_site(row["site"]).allows("scores")

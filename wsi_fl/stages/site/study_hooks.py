@@ -78,10 +78,10 @@ class StudyHooks:
         """Return the buffer of synthetic samples that a site releases; None for none."""
         return None
 
-    def before_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
+    def prepare_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
         """Do what precedes the first round, such as the exchange of generators."""
 
-    def after_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
+    def finish_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
         """Do what follows the last round."""
 
     def distinguishing_settings(self, pipeline: Pipeline) -> tuple[object, ...]:

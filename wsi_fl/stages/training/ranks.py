@@ -71,7 +71,7 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
             if notice := describe_disclosures(site, method):
                 watcher.print_message(f"  {notice}")
                 site.folder.log(notice)
-        context.hooks.before_rounds(context, sites, comm, watcher)
+        context.hooks.prepare_rounds(context, sites, comm, watcher)
         report, recipe = _make_reporter(sites, context.pipeline, watcher), build_recipe(context)
         loop.run(sites, recipe, comm, report)
         CrossSiteScoring(  # of exchanged models, where test sets stay at their hospitals
@@ -86,7 +86,7 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
             reporting_sites=[site.index for site in sites if context.reports_scores(site.name)],
             report_alive=lambda site: report({"site": site.name, "round": recipe.rounds, "step": 1, "steps": 1}),
         ).run()
-        context.hooks.after_rounds(context, sites, comm)
+        context.hooks.finish_rounds(context, sites, comm)
     rows = comm.gather([build_row(site) for site in sites], SummaryRow, patient=True)
     for site in sites:
         site.folder.write_account(site.ledger.summary() | {"group": compute_group(site)})

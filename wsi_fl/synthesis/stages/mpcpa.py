@@ -232,10 +232,10 @@ def _count_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None
 class _GeneratorHooks(StudyHooks):
     """Denoisers before the rounds, and classifiers after them, where the method sends any."""
 
-    def before_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
+    def prepare_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
         provide_images(context, sites, comm, watcher)
 
-    def after_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
+    def finish_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
         if context.method.list_disclosures("after"):
             send_models(context, sites, comm)
 
