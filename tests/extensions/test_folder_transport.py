@@ -418,7 +418,7 @@ def plan_of(study, method, overrides, sites=SITES, name="small"):
     pipeline = study.load_pipeline(name, overrides)
     settings = dump_toml(pipeline.model_copy(update={"sites": list(sites)}), "# of a test")
     said = {"format": FORMAT, "version": VERSION, "pipeline": name, "method": method, "settings": settings}
-    said |= {"sites": [{"name": site} for site in sites], "wsi_fl": "test", "code": code_digest("proxyfl")}
+    said |= {"sites": [{"name": site} for site in sites], "wsi_fl": "test", "code": code_digest(method)}
     return FederationPlan(json.dumps(said | {"most_bytes": 1 << 24}))
 
 

@@ -20,6 +20,7 @@ from wsi_fl.federation.preflight import compare_sites
 from wsi_fl.models import create_model
 from wsi_fl.oneshot import class_statistics as sums
 from wsi_fl.oneshot import release_statistics as stage
+from wsi_fl.oneshot.hooks import OneshotHooks
 from wsi_fl.oneshot.projection import ProjectionOrigin, ProjectionSource, fit_projection, write_projection
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.oneshot.released_statistics import read_statistics
@@ -30,7 +31,6 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import digest_values
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
-from wsi_fl.stages.training import build_sites
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.study.folder import Study
@@ -583,13 +583,13 @@ def test_sent_models_start_from_the_released_files_alone(study, monkeypatch, met
     all_released(study)
     for k in range(3):
         study.local_release_path(f"S{k}").unlink()  # exact sums are not needed
-    real, starts = build_sites.load_released, []
+    real, starts = OneshotHooks.use_releases, []
 
-    def brought(party, site):
-        real(party, site)
+    def use_releases(hooks, context, site):
+        real(hooks, context, site)
         starts.append({key: value.clone() for key, value in site.learners[role].model.state_dict().items()})
 
-    monkeypatch.setattr(build_sites, "load_released", brought)
+    monkeypatch.setattr(OneshotHooks, "use_releases", use_releases)
     summary = train_warm_start(study, method=method)
     assert len(starts) == 3 and same(starts[0], starts[1]) and same(starts[0], starts[2])
     linear = create_model("linear_head", n_classes=2, shape=Vectors(D), seed=0)
