@@ -201,6 +201,7 @@ def test_the_store_of_a_site_that_is_left_out_is_not_opened_in_training(three, m
     assert opened == {"S0", "S2"}
 
 
+@pytest.mark.end_to_end
 def test_each_site_is_left_out_once_and_tests_all_models(three):
     study = three
     document = train_folds(study, OPEN, FEW, leave_site_out=True)

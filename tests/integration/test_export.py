@@ -243,6 +243,7 @@ def test_a_head_is_exported_with_its_encoder_for_wsinfer_and_without_it_for_onnx
     refused(lambda: export_model(study, run, model_name="proxy", form="wsinfer"), "use --format onnx")
 
 
+@pytest.mark.end_to_end
 def test_a_shared_head_is_exported_without_local_statistics(pair):
     """The exported head follows from the released statistics; the exact local statistics do not enter it."""
     rng = np.random.default_rng(0)
