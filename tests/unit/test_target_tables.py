@@ -3,8 +3,7 @@
 import pytest
 from conftest import refused
 
-from wsi_fl.stages.site.target_labels import _parse_truth, _read_by_name, read_patient_column
-from wsi_fl.study.folder import Study
+from wsi_fl.stages.site.target_labels import _parse_truth, _read_by_name
 from wsi_fl.study.pipeline import TargetSettings
 from wsi_fl.study.site_file import SiteFile
 
@@ -55,10 +54,6 @@ def test_the_configured_column_of_patients_precedes_the_usual_ones(tmp_path):
 def test_patients_merged_by_a_spreadsheet_are_not_counted_as_one(tmp_path, heading, name):
     table = f"{heading},days,dead\n{name},7,1\n{name},7,1\n"
     refused(lambda: read_targets(tmp_path, table, patient=heading), "table.csv line 2", name, "spreadsheet")
-    site = SiteFile.model_validate(
-        {"name": "A", "slides": ["x"], "clinical": "table.csv", "columns": {"patient": heading}}
-    )
-    refused(lambda: read_patient_column(Study(tmp_path), site, "dead"), "table.csv line 2", name)
 
 
 @pytest.mark.parametrize("days", ["1_0", "7_", "0_0.5"])

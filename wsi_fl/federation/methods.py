@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from wsi_fl.federation.payload import ModelPayload
 from wsi_fl.plugins import PluginTable
@@ -16,7 +16,7 @@ from wsi_fl.plugins import PluginTable
 if TYPE_CHECKING:
     from wsi_fl.data.privacy_units import LearnsFrom
     from wsi_fl.federation.topology import Topology
-    from wsi_fl.learning.local_training import Batch, Learner, Learners
+    from wsi_fl.learning.local_training import Batch, Learners
     from wsi_fl.privacy.cipher import CipherStream
 
 DisclosureKind = Literal["model", "sums", "buffer", "generator"]
@@ -24,14 +24,6 @@ FILES, HUB = "files", "hub"
 """Routes other than a graph of rounds: files that people copy; everything to the first site."""
 DEFAULT_METHOD, LOCAL_METHOD, POOLED_METHOD = "proxyfl", "regular", "joint"
 """The default method of `train`, and the two baselines of comparisons."""
-
-
-class MakeLearner(Protocol):
-    """A factory of the learner of a role: "private", "proxy" or "shared"."""
-
-    def __call__(self, role: str, *, dp: bool, common: bool = False) -> Learner:
-        """Return the learner. A private model has the site's architecture and start unless `common`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -199,19 +199,6 @@ def read_column(study: Study, site: SiteFile, column: str) -> dict[tuple[str, st
     return {("slide", name): value for (kind, name), value in agreed.items() if kind == "stem"} | agreed
 
 
-def read_patient_column(study: Study, site: SiteFile, column: str) -> dict[str, set[str]]:
-    """Return the values of each patient in a column of the site's table, empty ones left out."""
-    path, values_by_patient = _table_path(study, site), dict[str, set[str]]()
-    rows = read_rows(path, [column])
-    patient = _find_patient_column(rows, site)
-    for row in filter_site(rows, site.name):
-        if patient is None or not row.read_value(patient):
-            raise UsageError(f"{row.where}: names no patient; name one in each line, as patients are counted")
-        values = {row.read_value(column)} - {""}
-        values_by_patient.setdefault(row[patient], set()).update(values)
-    return values_by_patient
-
-
 def _read_by_name(
     path: Path, site: SiteFile, columns: Sequence[str], read: Callable[[Mapping[str, str], str], Any]
 ) -> dict[tuple[str, str], Any]:
