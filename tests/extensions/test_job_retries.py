@@ -64,7 +64,7 @@ def world(monkeypatch, tmp_path):
             monkeypatch.setattr(where, name, stand_in)
         watcher = SimpleNamespace(print_message=lambda text, public: clock.said.append(text))
         series = submitting._PlanJobs(kit, plan, list(sites), resume, watcher)
-        found = repeat_until_done(series.attempt, series.recover)
+        found = repeat_until_done(series.submit_jobs, series.record_failure)
         assert list(found) == list(asked[-1][1])
         return asked
 
