@@ -281,7 +281,7 @@ def test_canaries_stay_at_the_site_and_are_planted_again_after_a_restart(noisy_r
     told += [path.read_text() for path in run.path.glob("sites/*/metrics.jsonl")]
     assert not any(kept["coins"] in text or kept["seed"] in text for text in told)
     with RunContext.restore(study, run) as party:
-        again = load_canaries(party, "S0")
+        again = load_canaries(party.open_data("S0"), run.site_folder("S0"))
     assert "".join("01"[int(coin)] for coin in again.included) == kept["coins"]
     assert str(again.seed) == kept["seed"]
 

@@ -585,8 +585,8 @@ def test_sent_models_start_from_the_released_files_alone(study, monkeypatch, met
         study.local_release_path(f"S{k}").unlink()  # exact sums are not needed
     real, starts = OneshotHooks.use_releases, []
 
-    def use_releases(hooks, context, site):
-        real(hooks, context, site)
+    def use_releases(hooks, method, data, site, releases):
+        real(hooks, method, data, site, releases)
         starts.append({key: value.clone() for key, value in site.learners[role].model.state_dict().items()})
 
     monkeypatch.setattr(OneshotHooks, "use_releases", use_releases)

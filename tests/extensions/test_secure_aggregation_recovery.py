@@ -102,7 +102,9 @@ def site_of(folder, index, sigma):
     ledger = PrivacyLedger(folder / f"{NAMES[index]}.jsonl", site=NAMES[index], run="r", terms=terms)
     plan = plan_of_round(n=50, batch_size=50, epochs=1, sigma=sigma, clip=1.0, delta=1e-5) if sigma else None
     kept = SiteFolder(folder / NAMES[index])
-    return Site(index, NAMES[index], {"shared": learner}, (), {}, ledger, kept, CPU, plan, None, 2)
+    brought = {"name": NAMES[index], "train": (), "n_classes": 2, "units": None, "ledger": ledger, "plan": plan}
+    made = {"folder": kept, "make_model": None, "choose_engine": None}
+    return Site(index=index, learners={"shared": learner}, device=CPU, **brought, **made)
 
 
 RECIPE = SimpleNamespace(method=METHODS["oneshot"], colluding=1, dropouts=1, insecure_seed=None)

@@ -192,7 +192,7 @@ def test_cross_site_scores_change_neither_epsilon_nor_its_guarantee(tmp_path, mo
     for name, allow in (("open", ALLOWED), ("shut", REAL)):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / f"{name}-user"))  # other patients of the same names
         study = hospitals(tmp_path / name, allow=allow)
-        once, again = (run(study, method).read_summary()["sites"] for _ in range(2))
+        once, again = (run(study, method).read("summary")["sites"] for _ in range(2))
         rows = [{k: v for k, v in row.items() if k not in ("messages", "bytes")} for row in once]
         found.append((rows, [row["lifetime_epsilon"] for row in again]))
     assert found[0] == found[1]
@@ -288,7 +288,7 @@ def test_distributed_noise_keeps_its_guarantee_with_cross_site_scores(tmp_path):
     study = make_feature_study(tmp_path / "real", REAL + '\nallow = ["shared", "scores"]')
     folder = run(study, "oneshot", "train.data=features", "privacy.noise=shared", "privacy.sigma=3.0")
     assert list(read_received_counts(folder)["models"]) == ["shared"]
-    assert {row["guarantee"] for row in folder.read_summary()["sites"]} == {"shared"}
+    assert {row["guarantee"] for row in folder.read("summary")["sites"]} == {"shared"}
 
 
 def test_a_site_with_an_exhausted_budget_scores_the_models_of_the_others(tmp_path):
@@ -297,7 +297,7 @@ def test_a_site_with_an_exhausted_budget_scores_the_models_of_the_others(tmp_pat
     document = read_received_counts(folder)
     assert list(document["models"]) == ["S0", "S1"] and document["hospitals"] == SITES
     assert document["counts"]["S0"]["S2"]["n"] == 12
-    row = folder.read_summary()["sites"][2]
+    row = folder.read("summary")["sites"][2]
     assert row["rounds"] == 1 and row["epsilon"] == pytest.approx(cost)
 
 
@@ -362,7 +362,7 @@ def test_the_same_counts_leave_the_site_after_a_restart(three, monkeypatch, mome
     for site, known in before.items():
         assert left(three, site)[: len(known)] == known and len(left(three, site)) == 1
         assert [line["round"] for line in lines(three, site) if line.get("again")].count(3) == len(known)
-    assert folder.read_summary()["sites"][0]["guarantee"] == "guaranteed"
+    assert folder.read("summary")["sites"][0]["guarantee"] == "guaranteed"
 
 
 def test_models_changed_since_a_restart_are_not_scored(three):
@@ -483,7 +483,7 @@ def test_models_with_constant_predictions_never_win():
 
 
 def test_the_coordinators_page_is_rendered_from_two_documents_alone(three):
-    summary = run(three).read_summary()
+    summary = run(three).read("summary")
     text = render_coordinator(summary, make_uneven_counts())
     assert "&lt;tumor&gt;" in text and "<tumor>" not in text
     assert text.startswith("<!doctype html>") and "src=" not in text and "<script" not in text

@@ -519,7 +519,7 @@ def test_cross_site_scores_cover_any_number_of_classes(study, monkeypatch, n_cla
     assert any("cross-site accuracy" in str(line) for line in render_evaluation_lines(document))
     parts = document["cross_site"]["models"]["shared"]["hospitals"]
     assert all(0 < part["n_classes"] < n_classes for part in parts.values())  # of few examples nothing is told
-    for page in (write_report(study, run).read_text(), render_coordinator(folder.read_summary(), kept)):
+    for page in (write_report(study, run).read_text(), render_coordinator(folder.read("summary"), kept)):
         assert "Only counts left the hospitals" in page
         assert "Macro-accuracy is the mean over the classes that occur, at" in page
     described = describe_clinically(study, [run])["sites"][0]

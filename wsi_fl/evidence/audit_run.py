@@ -151,7 +151,7 @@ def _audit_site(context: RunContext, index: int, *, merged: bool, level: float) 
     account = folder.read_account()
     if pipeline.audit.canaries and folder.read_document("canaries") is None:
         raise WsiFlError(f"{folder.path}/canaries.json is missing, the only record of the canaries; restore it")
-    planted = load_canaries(context, name)
+    planted = load_canaries(data, folder)
     rows = []
     for model in _load_audited_models(context, index):
         upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
@@ -353,7 +353,7 @@ def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[
     if int(head.n_sites) < 2:
         return []
     statistics: Mapping[str, Tensor] = {name: site_head.released.clone() for name, site_head in heads.items()}
-    n_units = {row["site"]: row["n_units"] for row in (context.run.read_summary() or {})["sites"]}
+    n_units = {row["site"]: row["n_units"] for row in (context.run.read("summary") or {})["sites"]}
     if context.uses_files:
         n_units = {name: release.header.n for name, release in statistics_of(context).items()}
         statistics = {

@@ -31,7 +31,7 @@ class AuditSection:
 
     def build_section(self, context: SectionContext) -> PageSection | None:
         """Return the section; None for a run without audit."""
-        audit = context.run_context.run.read_audit()
+        audit = context.run_context.run.read("audit")
         if audit is None:
             return None
         values = build_audit_section(audit, context.colors) | {"document": audit}

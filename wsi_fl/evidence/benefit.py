@@ -103,7 +103,7 @@ def _read_scores(runs: Iterable[FinishedRun], names: Iterable[str], test_set: st
     task: Task = CLASSES
     for run in runs:
         task = build_task(run.pipeline.target)
-        rows = {row["site"]: row for row in (run.folder.read_evaluation() or {"sites": []})["sites"]}
+        rows = {row["site"]: row for row in (run.folder.read("evaluation") or {"sites": []})["sites"]}
         for name, by_seed in examples.items():
             if (example_scores := read_example_scores(run.folder.site_folder(name), test_set, task)) is not None:
                 by_seed.setdefault(run.seed, {}).update(example_scores)

@@ -238,7 +238,7 @@ class ClinicalSection:
         run_context = context.run_context
         if run_context.task.kind != "classes":
             return None
-        last = run_context.run.read_clinical() or {}
+        last = run_context.run.read("clinical") or {}
         document = describe_runs([run_context], **{k: last[k] for k in ("prevalence", "by", "least") if k in last})
         if document is None:
             return None

@@ -138,7 +138,7 @@ def _require_one_store(evaluations: Sequence[Mapping[str, Any]]) -> None:
 
 def _load_evaluation(study: Study, run: FinishedRun, watcher: Watcher) -> Evaluation:
     """Return the run's evaluation, computed now if it is missing, older than the run, or of another `predict.model`."""
-    document, ensemble = run.folder.read_evaluation(), run.pipeline.predict.model
+    document, ensemble = run.folder.read("evaluation"), run.pipeline.predict.model
     evaluation_path, summary_path = (run.folder.path / f"{name}.json" for name in ("evaluation", "summary"))
     current = document and evaluation_path.stat().st_mtime_ns >= summary_path.stat().st_mtime_ns
     if document and current and document["model"] == ensemble:

@@ -21,14 +21,15 @@ from wsi_fl.data.privacy_units import patient_units, row_units
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.loop import run
 from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, Method, Weights
-from wsi_fl.federation.participant import Participant, join
+from wsi_fl.federation.participant import join
 from wsi_fl.federation.recipe import Recipe
+from wsi_fl.federation.site_state import Participant
 from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.privacy.engine_selection import select_engine
 from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Guarantee
-from wsi_fl.privacy.privacy_plan import Mode, PrivacyPlan, Unit, plan_of_round
+from wsi_fl.privacy.privacy_plan import PrivacyPlan, Unit, plan_of_round
 from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.types import UsageError, single_line
 
@@ -114,76 +115,60 @@ def federate(
         seed=seed,
         prediction_model=(row.mixing_role or "private") if single else "private",
     )
+    is_nominal = row.has_bare_teacher and beta  # the proxy learns from a teacher without privacy
+    guarantee: Guarantee = "nominal" if is_nominal else "guaranteed"
+    terms = PrivacyTerms(delta, allow=() if sigma else ("model",), guarantee=guarantee, unit=unit)
+    given = {"sigma": sigma, "clip": clip, "delta": delta, "unit": unit, "mode": "paper" if is_nominal else "strict"}
+    plan_round = None if sigma is None else partial(plan_of_round, epochs=recipe.epochs_per_round, **given)
     with TemporaryDirectory() as temporary:
-        settings = _MemorySettings(recipe, Path(folder or temporary), makers, n_classes, sigma, clip, delta, unit)
-        return _run_in_memory(settings.build_participants(sites, tests), recipe)
-
-
-@dataclass(frozen=True)
-class _MemorySettings:
-    """Settings of all sites in memory; sigma None is no differential privacy."""
-
-    recipe: Recipe
-    folder: Path
-    makers: Mapping[str, _MakeModel]
-    n_classes: int
-    sigma: float | None
-    clip: float
-    delta: float
-    unit: Unit
-
-    @property
-    def privacy_mode(self) -> Mode:
-        """Return whether the proxy learns from a teacher without privacy."""
-        return "paper" if self.recipe.method.has_bare_teacher and self.recipe.weights.beta else "strict"
-
-    @property
-    def ledger_terms(self) -> PrivacyTerms:
-        """Return the terms of each site's ledger."""
-        guarantee: Guarantee = "nominal" if self.privacy_mode == "paper" else "guaranteed"
-        return PrivacyTerms(self.delta, allow=() if self.sigma else ("model",), guarantee=guarantee, unit=self.unit)
-
-    def build_participants(self, sites: Mapping[str, Cohort], tests: Mapping[str, Cohort]) -> list[Participant]:
-        """Return what each site brings, given the training and test examples of each."""
-        if self.recipe.method.learns_from == "everybody":
-            sites = dict.fromkeys(sites, concatenate_examples(list(sites.values())))
-        merged = {"merged": concatenate_examples(list(tests.values()))} if len(tests) > 1 else {}
-        return [
-            self._build_participant(index, name, train, ({"own": tests[name]} if name in tests else {}) | merged)
-            for index, (name, train) in enumerate(sites.items())
-        ]
-
-    def _build_participant(self, index: int, name: str, train: Cohort, tests: Mapping[str, Cohort]) -> Participant:
-        folder = SiteFolder(self.folder / name)
-        units = row_units(len(train)) if self.unit == "row" else patient_units(train.patient, None, name)
-        plan = self._plan_round(units.n)
-        return Participant(
-            name,
-            train,
-            self.n_classes,
-            units,
-            PrivacyLedger(folder.path / "ledger.jsonl", site=name, run=_RUN, terms=self.ledger_terms),
-            plan,
-            folder,
-            make_model=partial(_make_model, self.makers, self.recipe.seed, index),
-            choose_engine=partial(_measure_engine, train, self.recipe.method, plan),
-            tests=tests,
+        participants = _build_participants(
+            sites,
+            tests,
+            recipe,
+            Path(folder or temporary),
+            makers=makers,
+            n_classes=n_classes,
+            terms=terms,
+            plan_round=plan_round,
         )
+        return _run_in_memory(participants, recipe)
 
-    def _plan_round(self, n: int) -> PrivacyPlan | None:
-        """Return the plan of a round of a site with n privacy units; None without differential privacy."""
-        if self.sigma is None:
-            return None
-        return plan_of_round(
-            n=n,
-            batch_size=min(self.recipe.batch_size, n),
-            epochs=self.recipe.epochs_per_round,
-            sigma=self.sigma,
-            clip=self.clip,
-            delta=self.delta,
-            unit=self.unit,
-            mode=self.privacy_mode,
+
+def _build_participants(
+    sites: Mapping[str, Cohort],
+    tests: Mapping[str, Cohort],
+    recipe: Recipe,
+    folder: Path,
+    *,
+    makers: Mapping[str, _MakeModel],
+    n_classes: int,
+    terms: PrivacyTerms,
+    plan_round: Callable[..., PrivacyPlan] | None,
+) -> list[Participant]:
+    """Return what each site brings; `plan_round` is None without differential privacy."""
+    if recipe.method.learns_from == "everybody":
+        sites = dict.fromkeys(sites, concatenate_examples(list(sites.values())))
+    merged = {"merged": concatenate_examples(list(tests.values()))} if len(tests) > 1 else {}
+    participants = []
+    for index, (name, train) in enumerate(sites.items()):
+        site_folder = SiteFolder(folder / name)
+        units = row_units(len(train)) if terms.unit == "row" else patient_units(train.patient, None, name)
+        plan = plan_round(n=units.n, batch_size=min(recipe.batch_size, units.n)) if plan_round else None
+        participants.append(
+            Participant(
+                name=name,
+                train=train,
+                n_classes=n_classes,
+                units=units,
+                ledger=PrivacyLedger(site_folder.path / "ledger.jsonl", site=name, run=_RUN, terms=terms),
+                plan=plan,
+                folder=site_folder,
+                make_model=partial(_make_model, makers, recipe.seed, index),
+                choose_engine=partial(_measure_engine, train, recipe.method, plan),
+                tests=({"own": tests[name]} if name in tests else {}) | merged,
+            )
         )
+    return participants
 
 
 def _run_in_memory(participants: Sequence[Participant], recipe: Recipe) -> dict[str, SiteResult]:

@@ -1,77 +1,22 @@
-"""The participants of a run: what each site brings, and how it joins."""
+"""How a participant joins a run: its models made, and local ones fitted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
-from torch import nn
 
 from wsi_fl.data.batches import draw_epoch_rows, load_batches
 from wsi_fl.data.cohort import Cohort
-from wsi_fl.data.privacy_units import Canaries, PrivacyUnits
 from wsi_fl.federation.methods import Role
 from wsi_fl.federation.recipe import Recipe
-from wsi_fl.federation.site_state import Buffer, Site
+from wsi_fl.federation.site_state import Participant, Site
 from wsi_fl.learning.ensemble import COMMON, LOCAL
 from wsi_fl.learning.local_models import build_learner, fit_local_models, is_linear_head
 from wsi_fl.learning.local_training import DPSettings, Learner, take_supervised_step
 from wsi_fl.learning.tuning import HyperParameters
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.privacy_plan import PrivacyPlan
-from wsi_fl.runs.site_folder import SiteFolder
-
-
-class MakeModel(Protocol):
-    """A factory of a site's models by role."""
-
-    def __call__(self, role: str, *, common: bool) -> nn.Module:
-        """Return a fresh model; a private model has the site's architecture and start unless `common`."""
-        ...
-
-
-class ChooseEngine(Protocol):
-    """A choice of how the per-example gradients of a model are summed."""
-
-    def __call__(self, role: str, model: nn.Module, *, common: bool) -> str | None:
-        """Return an engine of DP-SGD; None for the model's default."""
-        ...
-
-
-@dataclass(frozen=True)
-class Participant:
-    """What a site brings to a run, read once.
-
-    Attributes:
-        train, validation, tests: its examples; validation None for none, tests by "own" (local) and "merged" (pooled).
-        units: privacy units, rows or patients, canaries included.
-        ledger: the account of its spending and releases, opened under its terms.
-        plan: noise and cost of a round; None without differential privacy.
-        canaries: among its training examples, for an audit; None for none.
-        buffer: synthetic samples, which it releases; None for none.
-        receives: whether it has no labels: it trains and sends nothing, and receives.
-        returning: whether it returns after a dropout, and waits for a share of the others' mass.
-    """
-
-    name: str
-    train: Cohort
-    n_classes: int
-    units: PrivacyUnits
-    ledger: PrivacyLedger
-    plan: PrivacyPlan | None
-    folder: SiteFolder
-    make_model: MakeModel
-    choose_engine: ChooseEngine
-    validation: Cohort | None = None
-    tests: Mapping[str, Cohort] = field(default_factory=dict)
-    canaries: Canaries | None = None
-    buffer: Buffer | None = None
-    receives: bool = False
-    returning: bool = False
 
 
 def join(participant: Participant, recipe: Recipe, index: int, device: torch.device) -> Site:
@@ -103,24 +48,12 @@ def join(participant: Participant, recipe: Recipe, index: int, device: torch.dev
         folds=recipe.tuning_folds,
     )
     site = Site(
+        **vars(participant),
         index=index,
-        name=participant.name,
-        learners={**learners, **fit.learners},
-        train=participant.train,
-        tests=participant.tests,
-        ledger=participant.ledger,
-        folder=participant.folder,
         device=device,
-        plan=participant.plan,
-        units=participant.units,
-        n_classes=participant.n_classes,
+        learners={**learners, **fit.learners},
         held_out=fit.held_out,
         tuned_settings=fit.settings,
-        validation=participant.validation,
-        canaries=participant.canaries,
-        receives=participant.receives,
-        returning=participant.returning,
-        buffer=participant.buffer,
     )
     for role, learner in site.learners.items():
         if role in (*COMMON, method.mixing_role):

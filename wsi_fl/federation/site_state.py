@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from wsi_fl.data.cohort import Cohort, concatenate_examples
 from wsi_fl.data.metrics import Probabilities
@@ -85,16 +86,63 @@ class Buffer:
     provenance: dict[str, Any]
 
 
-@dataclass
-class Site:
-    """A site of this process in a run: what it brought (see `Participant`), and what changes.
+class MakeModel(Protocol):
+    """A factory of a site's models by role."""
+
+    def __call__(self, role: str, *, common: bool) -> nn.Module:
+        """Return a fresh model; a private model has the site's architecture and start unless `common`."""
+        ...
+
+
+class ChooseEngine(Protocol):
+    """A choice of how the per-example gradients of a model are summed."""
+
+    def __call__(self, role: str, model: nn.Module, *, common: bool) -> str | None:
+        """Return an engine of DP-SGD; None for the model's default."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Participant:
+    """What a site brings to a run, read once.
+
+    Attributes:
+        train, validation, tests: its examples; validation None for none, tests by "own" (local) and "merged" (pooled).
+        units: privacy units, rows or patients, canaries included.
+        ledger: the account of its spending and releases, opened under its terms.
+        plan: noise and cost of a round; None without differential privacy.
+        canaries: among its training examples, for an audit; None for none.
+        buffer: synthetic samples, which it releases; None for none.
+        receives: whether it has no labels: it trains and sends nothing, and receives.
+        returning: whether it returns after a dropout, and waits for a share of the others' mass.
+    """
+
+    name: str
+    train: Cohort
+    n_classes: int
+    units: PrivacyUnits
+    ledger: PrivacyLedger
+    plan: PrivacyPlan | None
+    folder: SiteFolder
+    make_model: MakeModel
+    choose_engine: ChooseEngine
+    validation: Cohort | None = None
+    tests: Mapping[str, Cohort] = field(default_factory=dict)
+    canaries: Canaries | None = None
+    buffer: Buffer | None = None
+    receives: bool = False
+    returning: bool = False
+
+
+@dataclass(kw_only=True)
+class Site(Participant):
+    """A site of this process in a run: what it brought, and what changes.
 
     Attributes:
         learners: its models by role.
         held_out: float64[n, classes], cross-validated predictions of local models on its training rows; None where
             unknown.
         tuned_settings: the tuned settings of its local models, as its run stores them; None for none.
-        returning: whether it returns after a dropout, and waits for a share of the others' mass.
         active: whether it participates in the graph, and its DP models are trained.
         push: PushSum state of the exchanged parameters; None without exchange, and before and after participation.
         buffer_release: release of its buffer in the current round.
@@ -109,23 +157,10 @@ class Site:
     """
 
     index: int
-    name: str
     learners: Learners
-    train: Cohort
-    tests: Mapping[str, Cohort]
-    ledger: PrivacyLedger
-    folder: SiteFolder
     device: torch.device
-    plan: PrivacyPlan | None
-    units: PrivacyUnits
-    n_classes: int
-    validation: Cohort | None = None
-    canaries: Canaries | None = None
-    buffer: Buffer | None = None
-    receives: bool = False
     held_out: Probabilities | None = None
     tuned_settings: Mapping[str, Any] | None = None
-    returning: bool = False
     active: bool = True
     push: PushSum | None = None
     buffer_release: Release | None = None

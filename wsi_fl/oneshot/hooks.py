@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from wsi_fl.oneshot.released_statistics import (
     STATISTICS_RUN,
@@ -17,13 +17,14 @@ from wsi_fl.oneshot.released_statistics import (
 )
 from wsi_fl.oneshot.secagg import require_enough_sites
 from wsi_fl.stages.site.example_kind import find_example_kind
-from wsi_fl.stages.site.study_hooks import StudyHooks
+from wsi_fl.stages.site.study_hooks import EarlierRelease, StudyHooks
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from wsi_fl.federation.comm import Comm
+    from wsi_fl.federation.methods import Method
     from wsi_fl.federation.site_state import Site
     from wsi_fl.stages.site.run_context import RunContext
     from wsi_fl.stages.site.site_data import SiteData
@@ -83,10 +84,10 @@ class OneshotHooks(StudyHooks):
 
         return sync_statistics(context, comm)
 
-    def use_releases(self, context: RunContext, site: Site) -> None:
+    def use_releases(self, method: Method, data: SiteData, site: Site, releases: Mapping[str, EarlierRelease]) -> None:
         from wsi_fl.oneshot.use_statistics import use_statistics  # and with it PyTorch
 
-        use_statistics(context, site)
+        use_statistics(method, data, site, cast("Mapping[str, ReleasedStatistics]", releases))
 
     def configure_model(self, data: SiteData, model: nn.Module) -> None:
         from wsi_fl.oneshot.payload import require_head

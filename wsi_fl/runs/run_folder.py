@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +26,18 @@ _NAME_PATTERN = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")
 _MEMBERSHIP_FIELDS = {"site": str, "event": str}
 """Fields of the lines of `roster.jsonl`."""
 _MANIFEST_KEYS = ("id", "config_sha256")
-_SUMMARY_KEYS = ("run", "method", "seconds", "sites", "lost", "communication")
 _DocumentName = Literal["summary", "evaluation", "clinical", "audit"]
-_DOCUMENT_PATHS = {"audit": "audit/audit.json"}
-"""Paths of documents in a separate folder; the others are NAME.json."""
-_EVALUATION_KEYS = ("run", "sites", "merged")
+_DOCUMENTS: Mapping[_DocumentName, tuple[str, tuple[str, ...], str]] = {
+    "summary": (
+        "summary.json",
+        ("run", "method", "seconds", "sites", "lost", "communication"),
+        "delete it and run `wsi-fl train --resume {}`, which writes it again",
+    ),
+    "evaluation": ("evaluation.json", ("run", "sites", "merged"), "run `wsi-fl evaluate {}` again"),
+    "clinical": ("clinical.json", ("run", "sites"), "run `wsi-fl clinical {}` again"),
+    "audit": ("audit/audit.json", ("run", "sites"), "run `wsi-fl audit {}` again"),
+}
+"""Name → path, required keys, and what to do about a damaged one."""
 
 
 class RunFolder:
@@ -120,14 +127,9 @@ class RunFolder:
                 "put it back as it was, or start a new run"
             )
 
-    def read_summary(self) -> dict[str, Any] | None:
-        """Return the document of a finished run; None where it has not finished; WsiFlError when it is damaged."""
-        advice = f"delete it and run `wsi-fl train --resume {self.path.name}`, which writes it again"
-        return self._read_document("summary.json", _SUMMARY_KEYS, advice)
-
     def require_summary(self) -> dict[str, Any]:
         """Return the document of a finished run; WsiFlError when the run has not finished or it is damaged."""
-        if (summary := self.read_summary()) is None:
+        if (summary := self.read("summary")) is None:
             command = f"`wsi-fl train --resume {self.name}`"
             raise WsiFlError(f"{self.path}: the run has not finished; continue it with {command}")
         return summary
@@ -139,27 +141,13 @@ class RunFolder:
 
     def write(self, name: _DocumentName, document: Mapping[str, Any]) -> None:
         """Write the summary of a finished run, or the result of a later command."""
-        write_sealed(self.path / _DOCUMENT_PATHS.get(name, f"{name}.json"), document)
+        write_sealed(self.path / _DOCUMENTS[name][0], document)
 
-    def read_evaluation(self) -> dict[str, Any] | None:
-        """Return the document of `evaluate`; None where the run was not evaluated; WsiFlError when it is damaged."""
-        advice = f"run `wsi-fl evaluate {self.path.name}` again"
-        return self._read_document("evaluation.json", _EVALUATION_KEYS, advice)
-
-    def read_clinical(self) -> dict[str, Any] | None:
-        """Return the document of `read_clinical`; None without one."""
-        advice = f"run `wsi-fl clinical {self.path.name}` again"
-        return self._read_document("clinical.json", ("run", "sites"), advice)
-
-    def read_audit(self) -> dict[str, Any] | None:
-        """Return the document of `read_audit`; None without one."""
-        advice = f"run `wsi-fl audit {self.path.name}` again"
-        keys = ("run", "sites")
-        path = self.path / _DOCUMENT_PATHS["audit"]
-        return read_maybe_sealed(path, keys, advice) if path.exists() else None
-
-    def _read_document(self, name: str, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
-        return read_sealed(self.path / name, keys, advice) if (self.path / name).exists() else None
+    def read(self, name: _DocumentName) -> dict[str, Any] | None:
+        """Return such a document; None where it was not written; WsiFlError when it is damaged."""
+        file, keys, advice = _DOCUMENTS[name]
+        read_file = read_maybe_sealed if name == "audit" else read_sealed
+        return read_file(path, keys, advice.format(self.name)) if (path := self.path / file).exists() else None
 
     def list_dropouts(self) -> list[dict[str, Any]]:
         """Return the sites that dropped out and have not returned: {"site", "round", "reason", …}, in order."""

@@ -297,7 +297,7 @@ def _explain_missing(study: Study, plan: FederationPlan, missing: Mapping[str, s
     took_part = {
         row["site"]: run.name
         for run in list_plan_runs(study, plan.digest)
-        for row in (run.read_summary() or {"sites": []})["sites"]
+        for row in (run.read("summary") or {"sites": []})["sites"]
     }
     return {
         site: f"took part in {took_part[site]} under this plan; its approval lies with itself and the coordinator"
@@ -356,7 +356,7 @@ def _list_audits(study: Study, site: str, *, for_others: bool = False) -> list[_
     """
     audits: list[_AuditResult] = []
     for file in sorted(study.runs_path.glob("*/audit/audit.json")):
-        document = RunFolder(file.parent.parent).read_audit() or {}
+        document = RunFolder(file.parent.parent).read("audit") or {}
         site_audits = [audit for audit in document.get("sites", ()) if audit["site"] == site]
         for model in [model for audit in site_audits for model in audit["models"]]:
             if for_others and model["model"] == "private":

@@ -238,7 +238,7 @@ def _collect_signatures(facts: FederationState, study: Study, plan: FederationPl
 def _collect_own_run(facts: FederationState, study: Study, plan: FederationPlan, kit: Kit) -> None:
     """Collect the progress of the plan's run by a hospital's own files."""
     for run in list_plan_runs(study, plan.digest)[-1:] if kit.role == "hospital" else ():
-        folder, summary = run.site_folder(kit.name), run.read_summary()
+        folder, summary = run.site_folder(kit.name), run.read("summary")
         last_write = _utc_time(folder.log_path.stat().st_mtime) if folder.log_path.is_file() else None
         facts.job, done = run.name, max((line["round"] for line in folder.read_metrics()), default=None)
         facts.note_member(kit.name, round=done, heard=last_write)

@@ -328,7 +328,7 @@ def _collect_scores(request: ExportRequest) -> dict[str, object]:
     Each is None where it is unknown or sites do not allow its release; `missing` is the reason. A one-shot global head
     is exported without the site's private state, and its scores are the exported model's.
     """
-    context, evaluation = request.context, request.context.run.read_evaluation()
+    context, evaluation = request.context, request.context.run.read("evaluation")
     as_released = request.model_name == "shared" and context.method.payload.is_single_release
     missing, parts, benefit = "the run was not evaluated", [], None
     if evaluation is not None:
@@ -392,7 +392,7 @@ def _describe_privacy(request: ExportRequest) -> list[dict[str, object]]:
 
 def _find_audit_bound(request: ExportRequest, site: str) -> float | None:
     """Return the audit's lower bound on ε of this site's release, where the site allows scores."""
-    document = request.context.run.read_audit() if request.context.find_site(site).allows("scores") else None
+    document = request.context.run.read("audit") if request.context.find_site(site).allows("scores") else None
     if document is None:
         return None
     bounds = [

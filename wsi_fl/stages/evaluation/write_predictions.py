@@ -184,7 +184,7 @@ def _modification_time(path: Path) -> int | None:
 @lru_cache(maxsize=4)
 def _load_evaluation_rows(run: Path, modified: int | None) -> dict[str, dict[str, Any]]:
     """Return the rows of a run's evaluation by site, cached until the file is modified."""
-    document = None if modified is None else RunFolder(run).read_evaluation()
+    document = None if modified is None else RunFolder(run).read("evaluation")
     if document is None:
         return {}
     field_names = ("n", "predictions")

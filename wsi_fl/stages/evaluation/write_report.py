@@ -87,7 +87,7 @@ def _build_page(context: RunContext, *, pictures: bool) -> Page:
         config_toml=(run.path / "config.toml").read_text(encoding="utf-8"),
         manifest=run.manifest | {"inputs": own_run.inputs},
         summary=own_run.summary,
-        evaluation=run.read_evaluation(),
+        evaluation=run.read("evaluation"),
         metrics={site.name: run.site_folder(site.name).read_metrics() for site in context.members},
         baselines=list(find_baselines(context, own_run)),
         stores=[_describe_store(data) for data in site_data.values()],
@@ -157,7 +157,7 @@ def find_baselines(context: RunContext, reference: FinishedRun) -> Iterable[Json
     runs: dict[tuple[str, bool], FinishedRun] = {}
     oldest_first = [*find_finished_runs(context.study)][::-1]
     for other in sorted(oldest_first, key=lambda other: other.seed == reference.seed):
-        evaluation = other.folder.read_evaluation()
+        evaluation = other.folder.read("evaluation")
         if other.folder.name == context.run.name or not evaluation or evaluation["merged"] is None:
             continue
         if tuple(evaluation["scores"]) != context.task.scores or _test_set_key(other) != _test_set_key(reference):

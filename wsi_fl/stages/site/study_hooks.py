@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from wsi_fl.federation.comm import Comm
     from wsi_fl.federation.methods import Disclosure, Method
     from wsi_fl.federation.site_state import Buffer, Site
+    from wsi_fl.runs.site_folder import SiteFolder
     from wsi_fl.stages.runtime.console import Watcher
     from wsi_fl.stages.site.run_context import RunContext
     from wsi_fl.stages.site.site_data import SiteData
@@ -64,8 +65,8 @@ class StudyHooks:
         """Send earlier releases to the sites that lack them; return the context of those that all sites have."""
         return context
 
-    def use_releases(self, context: RunContext, site: Site) -> None:
-        """Load the context's earlier releases into a site's models."""
+    def use_releases(self, method: Method, data: SiteData, site: Site, releases: Mapping[str, EarlierRelease]) -> None:
+        """Load the earlier releases that all sites have into a site's models."""
 
     def configure_model(self, data: SiteData, model: nn.Module) -> None:
         """Fit a fresh or loaded model of the payload to a site's data."""
@@ -74,8 +75,8 @@ class StudyHooks:
         """Return the SHA-256 of the projection of a site's features, which all sites must share; None for none."""
         return None
 
-    def load_buffer(self, context: RunContext, index: int) -> Buffer | None:
-        """Return the buffer of synthetic samples that a site releases; None for none."""
+    def load_buffer(self, data: SiteData, folder: SiteFolder, index: int) -> Buffer | None:
+        """Return the buffer that a site of a method with buffers releases; None for none."""
         return None
 
     def prepare_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:

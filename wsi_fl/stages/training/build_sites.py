@@ -16,9 +16,9 @@ from wsi_fl.data.cohort import Cohort, concatenate_examples, sample_patches
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, build_canaries, toss_coins
 from wsi_fl.data.validation import draw_held_out, require_patient_names
 from wsi_fl.federation.methods import Method
-from wsi_fl.federation.participant import Participant, join
+from wsi_fl.federation.participant import join
 from wsi_fl.federation.recipe import Recipe
-from wsi_fl.federation.site_state import Site
+from wsi_fl.federation.site_state import Participant, Site
 from wsi_fl.learning.ensemble import COMMON, ENSEMBLE
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.runs.site_folder import SiteFolder
@@ -58,7 +58,7 @@ def build_recipe(context: RunContext) -> Recipe:
         self_weight=pipeline.topology.self_weight,
         make_augment=partial(build_augmentation, keys.augment) if context.kind.is_images else lambda _: None,
         draws_patches=bool(keys.max_patches),
-        graph=build_graph(context),
+        graph=build_graph(context.study, pipeline, context.names),
         prediction_model=pipeline.predict.model,
         local_baseline=keys.local_baseline,
         tune=keys.tune,
@@ -71,21 +71,13 @@ def build_recipe(context: RunContext) -> Recipe:
 
 
 def build_site(context: RunContext, index: int) -> Site:
-    """Return a site with its examples, its account and its models."""
-    recipe = build_recipe(context)
-    site = join(build_participant(context, index), recipe, index, select_device())
-    if context.statistics:
-        (context.starter or context.hooks).use_releases(context, site)
-    return site
-
-
-def build_participant(context: RunContext, index: int) -> Participant:
-    """Return what a site brings, from its file, store and account.
+    """Return a site with its examples, its account and its models.
 
     It opens the site's store, and others' test patches only where all allow it.
     """
-    name, run, data = context.names[index], context.run, context.open_data(context.names[index])
-    folder = run.site_folder(name)
+    site_file, pipeline, method, run = context.sites[index], context.pipeline, context.method, context.run
+    name, data, folder = site_file.name, context.open_data(site_file.name), run.site_folder(site_file.name)
+    recipe = build_recipe(context)
     _log_store(data, folder)
     train, validation, units = load_training(context, name)
     if not len(train) and not data.receives:
@@ -93,30 +85,30 @@ def build_participant(context: RunContext, index: int) -> Participant:
     tests = {} if data.receives else {"own": data.test_examples}
     if tests and len(context.members) > 1 and context.may_merge:
         tests["merged"] = context.join_tests()
-    canaries = load_canaries(context, name)
+    canaries = load_canaries(data, folder)
     account = open_account(context, index, units, canaries.included if canaries else None)
-    return Participant(
-        name,
-        train,
-        len(data.classes),
-        account.units,
-        account.ledger,
-        account.plan,
-        folder,
+    find_name = partial(find_architecture, site_file, pipeline)
+    participant = Participant(
+        name=name,
+        train=train,
+        n_classes=len(data.classes),
+        units=account.units,
+        ledger=account.ledger,
+        plan=account.plan,
+        folder=folder,
         make_model=partial(build_model, context, index),
-        choose_engine=partial(
-            _choose_engine,
-            partial(find_architecture, context.sites[index], context.pipeline),
-            data.shape,
-            len(data.classes),
-        ),
+        choose_engine=partial(_choose_engine, find_name, data.shape, len(data.classes)),
         validation=validation,
         tests={part: examples for part, examples in tests.items() if len(examples)},
         canaries=canaries,
-        buffer=context.hooks.load_buffer(context, index),
+        buffer=context.hooks.load_buffer(data, folder, index) if method.find_disclosure("buffer") else None,
         receives=data.receives,
         returning=name in run.list_returning_sites(),
     )
+    site = join(participant, recipe, index, select_device())
+    if context.statistics:
+        (context.starter or context.hooks).use_releases(method, data, site, context.statistics)
+    return site
 
 
 def _log_store(data: SiteData, folder: SiteFolder) -> None:
@@ -220,12 +212,11 @@ def _split_validation(data: SiteData, method: Method) -> TrainingPart:
     return TrainingPart(train, validation if len(validation) else None, units)
 
 
-def load_canaries(context: RunContext, name: str) -> Canaries | None:
-    """Return the canaries stored in the run, or fresh ones; None for none."""
-    n, data = context.pipeline.audit.canaries, context.open_data(name)
-    if not n:
+def load_canaries(data: SiteData, folder: SiteFolder) -> Canaries | None:
+    """Return the canaries stored in a site's folder of the run, or fresh ones; None for none."""
+    if not (n := data.pipeline.audit.canaries):
         return None
-    if stored := context.run.site_folder(name).read_document("canaries"):
+    if stored := folder.read_document("canaries"):
         seed, included = int(stored["seed"]), np.array([coin == "1" for coin in stored["coins"]])
     else:
         seed, included = toss_coins(n)

@@ -17,14 +17,15 @@ from wsi_fl.stages.site.privacy_account import costs_epsilon, require_budget
 from wsi_fl.stages.site.public_sources import require_published
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import list_scans, open_data
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import find_clash
 from wsi_fl.types import NoCommonPlan, UsageError
 
 
-def build_graph(context: RunContext) -> Topology | None:
+def build_graph(study: Study, pipeline: Pipeline, names: Sequence[str]) -> Topology | None:
     """Return the graph of a pipeline, by name or file; None for the method's graph."""
-    pipeline = context.pipeline
     graph = pipeline.topology.graph
     if graph is None:
         return None
@@ -32,7 +33,7 @@ def build_graph(context: RunContext) -> Topology | None:
         if graph not in TOPOLOGIES:
             raise UsageError(f"unknown graph {graph!r}; known: {', '.join(TOPOLOGIES)}, FILE.json")
         return find_topology(graph, pipeline.train.seed)
-    return read_graph(context.study.resolve(graph), context.names, pipeline.topology.self_weight)
+    return read_graph(study.resolve(graph), names, pipeline.topology.self_weight)
 
 
 def collect_versions() -> dict[str, str]:
@@ -47,7 +48,7 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
     Doubts are reported, unless `is_reported` already.
     """
     row, pipeline, sites = context.method, context.pipeline, context.sites
-    graph = build_graph(context) or row.build_graph(pipeline.train.seed)
+    graph = build_graph(context.study, pipeline, context.names) or row.build_graph(pipeline.train.seed)
     if backend not in {"mpi", "local"}:
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     if refusal := find_clash(pipeline, list_traits(row)):

@@ -154,7 +154,7 @@ def _find_stretches(rounds: Sequence[int]) -> list[list[int]]:
 
 def load_summary(run: RunFolder) -> Summary | None:
     """Return the summary of a run; None where it has not finished; WsiFlError for a damaged one."""
-    return cast(Summary | None, run.read_summary())
+    return cast(Summary | None, run.read("summary"))
 
 
 def build_summary(context: RunContext, rows: Sequence[SummaryRow], seconds: float) -> Summary:

@@ -340,7 +340,7 @@ def _complete_series(
 ) -> SeriesSummary:
     """Finish existing runs and train the others; return the series."""
     runs, members = series.find_runs(study), series.members
-    open_members = [member for member in members if member not in runs or runs[member].read_summary() is None]
+    open_members = [member for member in members if member not in runs or runs[member].read("summary") is None]
     summaries: list[Summary] = []
     for number, member in enumerate(members, 1):
         print_message(f"{member} ({number} of {len(members)})")

@@ -67,7 +67,7 @@ class _Trainings:
             self.watcher.print_message(f"  training {method}")
             summary = begin_run(self.study, pipeline, method, self.name, backend=self.backend, watcher=self.watcher)
             run = RunFolder(self.study.find_run(summary["run"]))
-        evaluation = run.read_evaluation()
+        evaluation = run.read("evaluation")
         if evaluation and evaluation.get("aggregated"):
             evaluation["aggregated"]["rule"] = pipeline.find_section(Mpcpa).aggregate
             return run, evaluation

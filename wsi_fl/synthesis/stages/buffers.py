@@ -7,7 +7,7 @@ import numpy as np
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.federation.methods import Disclosure
 from wsi_fl.federation.site_state import Buffer, BufferShape
-from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.stages.site.site_data import SiteData, is_source_store
 from wsi_fl.stages.site.study_hooks import StudyHooks
 from wsi_fl.stores.patch_store import PatchStore
@@ -15,27 +15,6 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Replay
 from wsi_fl.system.machine import free_bytes
 from wsi_fl.types import Images, Shape, UsageError, WsiFlError
-
-
-def load_buffer(context: RunContext, index: int) -> Buffer | None:
-    """Return a site's buffer, stored in the run or freshly drawn; None without patches.
-
-    Raises:
-        WsiFlError: for a site without a generator that passed its check.
-    """
-    data = context.open_data(context.names[index])
-    image_shape, n_classes = data.shape, len(data.classes)
-    if not isinstance(image_shape, Images):
-        return None
-    shape = BufferShape(
-        context.pipeline.find_section(Replay).buffer, image_shape.size_px, image_shape.channels, n_classes
-    )
-    _require_memory(shape)
-    stored = context.run.site_folder(data.site).read_buffer()
-    if stored is not None:
-        values, provenance = stored
-        return Buffer(shape, values, provenance)
-    return _draw_buffer(context, data, shape, index)
 
 
 def _require_memory(shape: BufferShape) -> None:
@@ -48,14 +27,14 @@ def _require_memory(shape: BufferShape) -> None:
         )
 
 
-def _draw_buffer(context: RunContext, data: SiteData, shape: BufferShape, index: int) -> Buffer:
+def _draw_buffer(data: SiteData, shape: BufferShape, index: int) -> Buffer:
     """Draw a buffer from the site's generator, classes balanced, at the models' image size."""
     from wsi_fl.synthesis.stages.gan import KIND as GAN  # imports torchvision, matplotlib
     from wsi_fl.synthesis.stages.generator_types import describe_outcome
     from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
     from wsi_fl.synthesis.training_state import balance_labels
 
-    study, site, settings = context.study, data.site, context.pipeline.find_section(Replay)
+    study, site, settings = data.study, data.site, data.pipeline.find_section(Replay)
     folder, document = GAN.require_trained(study, site)
     assert isinstance(data.store, PatchStore)
     if not is_source_store(data.store, document["store"]):
@@ -69,7 +48,7 @@ def _draw_buffer(context: RunContext, data: SiteData, shape: BufferShape, index:
             f"site {site}: no buffer is released, the check of its generator was {describe_outcome(provenance)}. "
             "replay.unchecked = true shares it all the same"
         )
-    seed = int(np.random.SeedSequence((context.pipeline.train.seed, index)).generate_state(1)[0])
+    seed = int(np.random.SeedSequence((data.pipeline.train.seed, index)).generate_state(1)[0])
     labels = balance_labels(shape.n_classes, -(-shape.n // shape.n_classes))[: shape.n]
     provenance |= {"seed": seed}
     images = np.concatenate(list(transpose_images(GAN.draw_images(folder, provenance, labels))))
@@ -81,8 +60,22 @@ def _draw_buffer(context: RunContext, data: SiteData, shape: BufferShape, index:
 class _BufferHooks(StudyHooks):
     """Buffers of the variants that send any."""
 
-    def load_buffer(self, context: RunContext, index: int) -> Buffer | None:
-        return load_buffer(context, index) if context.method.find_disclosure("buffer") else None
+    def load_buffer(self, data: SiteData, folder: SiteFolder, index: int) -> Buffer | None:
+        """Return a site's buffer, stored in the run or freshly drawn; None without patches.
+
+        Raises:
+            WsiFlError: for a site without a generator that passed its check.
+        """
+        image_shape, n_classes = data.shape, len(data.classes)
+        if not isinstance(image_shape, Images):
+            return None
+        shape = BufferShape(
+            data.pipeline.find_section(Replay).buffer, image_shape.size_px, image_shape.channels, n_classes
+        )
+        _require_memory(shape)
+        if (stored := folder.read_buffer()) is not None:
+            return Buffer(shape, *stored)
+        return _draw_buffer(data, shape, index)
 
     def count_bytes(self, pipeline: Pipeline, disclosure: Disclosure, shape: Shape, n_classes: int) -> int | None:
         if not isinstance(shape, Images):
