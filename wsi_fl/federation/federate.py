@@ -115,21 +115,10 @@ def federate(
         seed=seed,
         prediction_model=(row.mixing_role or "private") if single else "private",
     )
-    is_nominal = row.has_bare_teacher and beta  # the proxy learns from a teacher without privacy
-    guarantee: Guarantee = "nominal" if is_nominal else "guaranteed"
-    terms = PrivacyTerms(delta, allow=() if sigma else ("model",), guarantee=guarantee, unit=unit)
-    given = {"sigma": sigma, "clip": clip, "delta": delta, "unit": unit, "mode": "paper" if is_nominal else "strict"}
-    plan_round = None if sigma is None else partial(plan_of_round, epochs=recipe.epochs_per_round, **given)
     with TemporaryDirectory() as temporary:
+        place = Path(folder or temporary)
         participants = _build_participants(
-            sites,
-            tests,
-            recipe,
-            Path(folder or temporary),
-            makers=makers,
-            n_classes=n_classes,
-            terms=terms,
-            plan_round=plan_round,
+            sites, tests, recipe, place, makers, n_classes, sigma=sigma, clip=clip, delta=delta, unit=unit
         )
         return _run_in_memory(participants, recipe)
 
@@ -139,21 +128,37 @@ def _build_participants(
     tests: Mapping[str, Cohort],
     recipe: Recipe,
     folder: Path,
-    *,
     makers: Mapping[str, _MakeModel],
     n_classes: int,
-    terms: PrivacyTerms,
-    plan_round: Callable[..., PrivacyPlan] | None,
+    *,
+    sigma: float | None,
+    clip: float,
+    delta: float,
+    unit: Unit,
 ) -> list[Participant]:
-    """Return what each site brings; `plan_round` is None without differential privacy."""
+    """Return what each site brings, with its account."""
+    is_nominal = recipe.method.has_bare_teacher and recipe.weights.beta  # the teacher has no differential privacy
+    guarantee: Guarantee = "nominal" if is_nominal else "guaranteed"
+    terms = PrivacyTerms(delta, allow=() if sigma else ("model",), guarantee=guarantee, unit=unit)
     if recipe.method.learns_from == "everybody":
         sites = dict.fromkeys(sites, concatenate_examples(list(sites.values())))
     merged = {"merged": concatenate_examples(list(tests.values()))} if len(tests) > 1 else {}
     participants = []
     for index, (name, train) in enumerate(sites.items()):
         site_folder = SiteFolder(folder / name)
-        units = row_units(len(train)) if terms.unit == "row" else patient_units(train.patient, None, name)
-        plan = plan_round(n=units.n, batch_size=min(recipe.batch_size, units.n)) if plan_round else None
+        units = row_units(len(train)) if unit == "row" else patient_units(train.patient, None, name)
+        plan = None
+        if sigma is not None:
+            plan = plan_of_round(
+                n=units.n,
+                batch_size=min(recipe.batch_size, units.n),
+                epochs=recipe.epochs_per_round,
+                sigma=sigma,
+                clip=clip,
+                delta=delta,
+                unit=unit,
+                mode="paper" if is_nominal else "strict",
+            )
         participants.append(
             Participant(
                 name=name,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 from wsi_fl.plugins import load_entries
 from wsi_fl.report.formatting import format_duration, format_size
@@ -52,18 +52,6 @@ class PlannedRun:
     cost_text: str
 
 
-class PlanReader(Protocol):
-    """A reader of plan files, by an entry point of `wsi_fl.plans`."""
-
-    def __call__(self, study: Study, file: Path, site: str | None) -> PlannedRun:
-        """Return what a plan proposes to a site, by default the plan's only site with a store here.
-
-        Raises:
-            UsageError: when the plan could not be signed here, or there is nothing to try.
-        """
-        ...
-
-
 class PlanDryRun(TypedDict):
     """The resources of a dry run, and the cost of the real run.
 
@@ -89,8 +77,12 @@ class PlanDryRun(TypedDict):
 
 
 def read_plan(study: Study, file: Path, site: str | None) -> PlannedRun:
-    """Read a plan file by the installed extension for plans; UsageError without one."""
-    readers: dict[str, PlanReader] = load_entries("wsi_fl.plans")
+    """Return what a plan proposes to a site, by default the plan's only site with a store here.
+
+    It is read by an installed entry point of `wsi_fl.plans`. UsageError without one, or when the plan could not be
+    signed here, or there is nothing to try.
+    """
+    readers: dict[str, Callable[[Study, Path, str | None], PlannedRun]] = load_entries("wsi_fl.plans")
     if not readers:
         raise UsageError("--plan: no installed package reads plans; install wsi-fl with its extension `hospitals`")
     return next(iter(readers.values()))(study, file, site)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, cast
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -16,6 +17,8 @@ from wsi_fl.stages.site.run_context import RunContext
 
 if TYPE_CHECKING:
     from wsi_fl.federation.site_state import Site  # and with it PyTorch; who reads summaries need not wait for it
+
+_T = TypeVar("_T")
 
 
 class _SiteSummary(TypedDict):
@@ -116,7 +119,7 @@ def build_row(site: Site) -> SummaryRow:
         "rounds": len(took_part),
         "rounds_completed": _find_stretches(took_part),
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
-        "n_train": count_public_rows(site),
+        "n_train": _count_public_rows(site),
         "n_units": site.units.n,
         "canaries": site.n_canaries,
         "max_tpr_at_fpr_1pct": site.ledger.max_tpr(),
@@ -130,7 +133,7 @@ def build_row(site: Site) -> SummaryRow:
     }
 
 
-def count_public_rows(site: Site) -> int | None:
+def _count_public_rows(site: Site) -> int | None:
     """Return the number of training rows that a site discloses.
 
     A real one discloses n: with patients as units their number of rows stays at the site, and the number after the
@@ -143,13 +146,8 @@ def count_public_rows(site: Site) -> int | None:
 
 def _find_stretches(rounds: Sequence[int]) -> list[list[int]]:
     """Return the first and last round of each stretch without a gap."""
-    stretches: list[list[int]] = []
-    for round_ in rounds:
-        if stretches and round_ == stretches[-1][1] + 1:
-            stretches[-1][1] = round_
-        else:
-            stretches.append([round_, round_])
-    return stretches
+    stretches = (list(pairs) for _, pairs in groupby(enumerate(rounds), lambda pair: pair[1] - pair[0]))
+    return [[pairs[0][1], pairs[-1][1]] for pairs in stretches]
 
 
 def load_summary(run: RunFolder) -> Summary | None:
@@ -160,25 +158,22 @@ def load_summary(run: RunFolder) -> Summary | None:
 def build_summary(context: RunContext, rows: Sequence[SummaryRow], seconds: float) -> Summary:
     """Return the summary of a run from the rows of all sites."""
     run = context.run
-    communication: _TrafficTotals = {
-        "messages": sum(row["messages"] for row in rows),
-        "bytes": sum(row["bytes"] for row in rows),
-        "seconds": max(row["communication_seconds"] or 0.0 for row in rows),
-    }
     return {
         "run": context.study.relative_path(run.path),
         "method": context.name,
         "seconds": max([seconds, *(row["trained_seconds"] or 0.0 for row in rows)]),
-        "sites": [_strip_row(row) for row in rows if not row["receives"]],
+        "sites": [_select_keys(_SiteSummary, row) for row in rows if not row["receives"]],
         "inference_sites": [row["site"] for row in rows if row["receives"]],
         "statistics": {name: statistics.digest[:8] for name, statistics in context.statistics.items()},
         "lost": [loss["site"] for loss in run.list_dropouts()],
-        "losses": [
-            cast(_SiteLoss, {key: loss[key] for key in _SiteLoss.__annotations__}) for loss in run.list_dropouts()
-        ],
-        "communication": communication,
+        "losses": [_select_keys(_SiteLoss, loss) for loss in run.list_dropouts()],
+        "communication": {
+            "messages": sum(row["messages"] for row in rows),
+            "bytes": sum(row["bytes"] for row in rows),
+            "seconds": max(row["communication_seconds"] or 0.0 for row in rows),
+        },
     }
 
 
-def _strip_row(row: SummaryRow) -> _SiteSummary:
-    return cast(_SiteSummary, {key: value for key, value in row.items() if key in _SiteSummary.__annotations__})
+def _select_keys(kind: type[_T], document: Mapping[str, object]) -> _T:
+    return cast(_T, {key: document[key] for key in kind.__annotations__})
