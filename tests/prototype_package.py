@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 import tomllib
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 from conftest import write_features
-from test_plugins import installed
-
-from wsi_fl import plugins
+from test_plugins import found_in, installed
 
 _PAGE = (Path(__file__).parents[1] / "docs" / "reference" / "python-api.md").read_text(encoding="utf-8")
 _TOML, PYTHON = (
@@ -29,18 +25,8 @@ D = 6
 def package_installed(folder: Path):
     """Install the package for this process and those that it starts."""
     installed(folder, name="prototypes", groups=_GROUPS, text=PYTHON)
-    tables = (plugins._find_points, plugins._load_point)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", str(folder), prepend=":")
-        for table in tables:
-            table.cache_clear()
-        try:
-            yield
-        finally:
-            sys.modules.pop("prototypes", None)
-    for table in tables:
-        table.cache_clear()
+    with found_in(folder):
+        yield
 
 
 def draw_rows(k: int):

@@ -1,9 +1,11 @@
 """The package of one file in `docs/reference/python-api.md` adds a command, a method, an encoder and a reader."""
 
+import importlib
 import json
 import re
 import sys
 import tomllib
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,21 +37,32 @@ def installed(folder, name="neighbourly", groups=PROJECT["entry-points"], text=P
     return folder
 
 
-@pytest.fixture
-def install_packages(tmp_path, monkeypatch):
-    """Install packages into a folder on Python's path, and forget them afterwards."""
+@contextmanager
+def found_in(folder):
+    """Let this process and those that it starts find the packages in a folder; yield what makes it look again."""
 
-    def install(**given):
-        folder = installed(tmp_path / "site-packages", **given)
-        monkeypatch.syspath_prepend(str(folder))
+    def look_again():
+        importlib.invalidate_caches()
         for known in (plugins._find_points, plugins._load_point):
             known.cache_clear()
 
-    yield install
-    monkeypatch.undo()
-    sys.modules.pop("neighbourly", None)
-    for known in (plugins._find_points, plugins._load_point):
-        known.cache_clear()
+    folder.mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", str(folder), prepend=":")
+        look_again()
+        yield look_again
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+    look_again()
+
+
+@pytest.fixture
+def install_packages(tmp_path):
+    """Install packages into a folder on Python's path, and forget them afterwards."""
+    folder = tmp_path / "site-packages"
+    with found_in(folder) as look_again:
+        yield lambda **given: (installed(folder, **given), look_again())
 
 
 def test_the_command_of_a_plugin_is_available_and_its_method_trains(install_packages, tmp_path, wsi_fl):

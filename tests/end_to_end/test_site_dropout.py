@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import larger, metrics, model, nightly, refused, same
+from conftest import larger, metrics, nightly, refused
 from conftest import larger_study as make_study
 from file_changes import edit, site_file
 from safetensors.torch import load_file
+from training_runs import assert_resumes
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
@@ -107,9 +108,9 @@ def test_a_site_whose_budget_ends_stops_and_the_others_finish(study, method):
     assert "S1 took part in 2 rounds: the next would have exceeded its max_epsilon of" in page
 
 
-def test_a_site_that_left_trains_locally_and_its_mass_is_handed_over(study):
+def test_a_site_that_left_trains_locally_hands_its_mass_over_and_stays_away_after_a_restart(study):
     limit(study, "S1", 1)
-    path = study.root / local(study, "proxyfl", SEEDED)["run"]
+    path, _ = assert_resumes(study, "proxyfl", SEEDED, interruption=cut_at("S2", 2))
     line = metrics(path, "S1")[2]
     assert line["loss"]["private"] is not None and line["loss"]["proxy"] is None and line["messages"] == 0
     assert [push_of(path, "S1", round_) for round_ in (2, 3)] == [None, None]
@@ -135,17 +136,6 @@ def test_a_dry_run_reports_affordable_rounds_and_a_site_without_one_never_takes_
     summary = local(study)
     assert rounds_of(summary) == [3, 2, 0, 3] and summary["sites"][2]["epsilon"] is None
     assert summary["communication"]["messages"] == 3 + 3 + 2 + 1  # S1 hands its mass over
-
-
-def test_leaving_survives_a_restart(study):
-    limit(study, "S1", 1)
-    whole = local(study, "proxyfl", SEEDED)["run"]
-    with cut_at("S2", 2):
-        local(study, "proxyfl", SEEDED)
-    again = resume_run(study, "2", backend="local")["run"]
-    for site in study.site_names():
-        for role in ("private", "proxy"):
-            assert same(*(model(study.root / run, site, role) for run in (whole, again))), (site, role)
 
 
 LIES = (

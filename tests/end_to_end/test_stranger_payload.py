@@ -6,7 +6,7 @@ import numpy as np
 import prototype_package
 import pytest
 from conftest import make_study, model, refused
-from test_plugins import installed
+from test_plugins import found_in, installed
 
 from wsi_fl.federation.message import Message
 from wsi_fl.federation.methods import METHODS
@@ -66,8 +66,7 @@ def test_hooks_that_are_none_are_refused_in_one_line(tmp_path, study):
     broken = prototype_package.PYTHON.replace("class PrototypeHooks(StudyHooks)", "class PrototypeHooks")
     assert broken != prototype_package.PYTHON
     installed(tmp_path, name="broken", text=broken, groups={})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(tmp_path))
+    with found_in(tmp_path):
         from broken import method
 
         from wsi_fl.stages.site.study_hooks import find_hooks

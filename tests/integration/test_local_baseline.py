@@ -10,7 +10,7 @@ from conftest import LARGER, interrupted_after, make_study, metrics, nightly, sa
 from safetensors.torch import load_file
 from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
-from training_runs import of_site, trained
+from training_runs import assert_resumes, of_site, run_of
 
 from wsi_fl.data.tasks import CLASSES
 from wsi_fl.learning.ensemble import (
@@ -23,15 +23,10 @@ from wsi_fl.learning.ensemble import (
 )
 from wsi_fl.learning.tuning import HyperParameters, fit_linear_head, selection_loss, softmax, tune_hyperparameters
 from wsi_fl.stages.evaluation.evaluate import evaluate
-from wsi_fl.stages.training.train import resume_run
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.system.files import read_lines
 
 ALONE = [*HEADS, "privacy.enabled=false", "train.tune=true", "train.rounds=1"]
-
-
-def train_run(study, *overrides, method="regular"):
-    return trained(study, method, *overrides)["run"]
 
 
 def normalise_rows(x):
@@ -92,8 +87,8 @@ def test_balance_makes_rare_classes_count_as_much(skewed_study):
 
     def reached(seed, balance):
         more = [f"train.seed={seed}", f"train.balance={balance}", "train.eval_every=20"]
-        run = train_run(skewed_study, *settings, *more)
-        return evaluate(skewed_study, run)["merged"]["macro_accuracy"]["mean"]
+        run = run_of(skewed_study, "regular", *settings, *more)
+        return evaluate(skewed_study, run.name)["merged"]["macro_accuracy"]["mean"]
 
     gains = [reached(seed, "true") - reached(seed, "false") for seed in range(2)]
     assert min(gains) > 0 and np.mean(gains) > 0.02
@@ -103,8 +98,10 @@ def test_a_model_under_privacy_is_not_weighted_by_private_counts(skewed_study):
     released = []
     for balance in ("false", "true"):
         overrides = [*HEADS, "train.rounds=1", "privacy.insecure_seed=3", f"train.balance={balance}"]
-        run = train_run(skewed_study, *overrides, method="proxyfl")
-        lines = [line for line in read_lines(skewed_study.ledger_path("S0")) if line.get("run", "").startswith(run[5:])]
+        run = run_of(skewed_study, "proxyfl", *overrides)
+        lines = [
+            line for line in read_lines(skewed_study.ledger_path("S0")) if line.get("run", "").startswith(run.name)
+        ]
         released.append([line["released"] for line in lines if "released" in line])
     assert released[0] == released[1] != []
 
@@ -266,9 +263,9 @@ def test_a_tuned_hospital_sets_the_slide_threshold_on_held_out_patients(tmp_path
     x = np.random.default_rng(0).normal(size=(200, 24)) + 3 * np.outer(labels, np.arange(24) < 3)
     splits, (patients, slides) = ["train"] * 150 + ["test"] * 50, ([f"{c}{k}" for k in of] for c in "ps")
     write_features(study, "S0", x, labels, patients, splits, slides)
-    run = train_run(study, *ALONE)
-    row = evaluate(study, run)["sites"][0]["slides"]
-    kept = of_site(study.root / run, "S0", "prediction_model")
+    run = run_of(study, "regular", *ALONE)
+    row = evaluate(study, run.name)["sites"][0]["slides"]
+    kept = of_site(run, "S0", "prediction_model")
     assert row["threshold"] == kept["slide_threshold"] and kept["by"] == "cross-validation"
     assert row["accuracy"] >= 0.8 and row["auroc"] >= 0.8
 
@@ -278,17 +275,25 @@ SEEDED = ("privacy.insecure_seed=1", "train.rounds=2")
 KINDS = {"heads": HEADS, "networks": ["train.val_fraction=0.34", "train.seed=2"]}
 
 
+_RUNS = {}
+
+
 def train_seeded(study, method, *overrides):
-    return study.root / trained(study, method, *SEEDED, *overrides)["run"]
+    """Return the folder of such a run, trained once."""
+    key = (study.root, method, *overrides)
+    if key not in _RUNS:
+        _RUNS[key] = run_of(study, method, *SEEDED, *overrides)
+    return _RUNS[key]
 
 
-def kept(path, role):
-    return {file.parent.name: load_file(file) for file in sorted(path.glob(f"sites/*/{role}.safetensors"))}
-
-
-def assert_same_state(one, other):
-    assert one.keys() == other.keys() and one
-    assert all(same(tensors, other[site]) for site, tensors in one.items())
+def assert_same_models(one, role, other, other_role=None):
+    """The models of a role, of all sites, are those of another run."""
+    models = [
+        {file.parent.name: load_file(file) for file in path.glob(f"sites/*/{name}.safetensors")}
+        for path, name in ((one, role), (other, other_role or role))
+    ]
+    assert models[0].keys() == models[1].keys() == {"S0", "S1"}
+    assert all(same(tensors, models[1][site]) for site, tensors in models[0].items())
 
 
 @pytest.fixture(scope="module")
@@ -306,14 +311,14 @@ def studies(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", TALKING)
-def test_the_local_model_trains_beside_the_others_and_changes_none_of_them(studies, kind, method):
+def test_the_local_model_trains_beside_the_others_changes_none_of_them_and_is_not_sent(studies, kind, method):
     study, settings = studies[kind], KINDS[kind]
-    with_it, without = (
-        train_seeded(study, method, *settings, f"train.local_baseline={said}") for said in ("true", "false")
-    )
+    with_it, without = (train_seeded(study, method, *settings, *more) for more in ([], ["train.local_baseline=false"]))
     for role in ("private", *["proxy"] * (method in ("proxyfl", "fml"))):
-        assert_same_state(kept(with_it, role), kept(without, role))
-    assert len(kept(with_it, "local")) == 2 and not kept(without, "local")
+        assert_same_models(with_it, role, without)
+    assert not list(without.glob("sites/*/local.safetensors"))
+    sent = [[line["bytes"] for line in metrics(path, "S0")] for path in (with_it, without)]
+    assert sent[0] == sent[1]
     document = evaluate(study, str(with_it))
     for row in document["sites"]:
         choice = of_site(with_it, row["site"], "prediction_model")
@@ -327,30 +332,25 @@ def test_the_local_model_trains_beside_the_others_and_changes_none_of_them(studi
 def test_the_local_model_equals_the_one_of_local_training(studies, kind):
     study, tune = studies[kind], f"train.tune={str(kind == 'heads').lower()}"
     held = [one for one in KINDS[kind] if "val_fraction" not in one]
-    joined = train_seeded(study, "fedavg", *held)
     alone = train_seeded(study, "regular", *held, "privacy.enabled=false", tune)
-    assert_same_state(kept(joined, "local"), kept(alone, "private"))
+    assert_same_models(train_seeded(study, "fedavg", *held), "local", alone, "private")
 
 
 def test_models_that_stay_at_the_site_have_a_separate_learning_rate(studies):
-    study, slow = studies["networks"], "train.private_lr=0.0005"
+    study, slow, bare = studies["networks"], "train.private_lr=0.0005", "privacy.enabled=false"
     joined, proxies = (train_seeded(study, "proxyfl", "train.lr=0.03", *more) for more in ([slow], []))
-    alone = train_seeded(study, "regular", "train.lr=0.0005", "privacy.enabled=false")
-    assert_same_state(kept(joined, "local"), kept(alone, "private"))
-    assert_same_state(
-        kept(train_seeded(study, "regular", slow, "privacy.enabled=false"), "private"), kept(alone, "private")
-    )
-    assert_same_state(kept(joined, "proxy"), kept(proxies, "proxy"))  # in strict mode it sees no private model
-    with_noise = [kept(train_seeded(study, "regular", *more), "private") for more in ([slow], [])]
-    assert_same_state(*with_noise)
+    alone = train_seeded(study, "regular", "train.lr=0.0005", bare)
+    assert_same_models(joined, "local", alone, "private")
+    assert_same_models(train_seeded(study, "regular", slow, bare), "private", alone)
+    assert_same_models(joined, "proxy", proxies)  # in strict mode it sees no private model
+    assert_same_models(train_seeded(study, "regular", slow), "private", train_seeded(study, "regular"))  # with noise
 
 
 def test_a_tuned_network_weighs_its_ensemble_on_all_training_rows(studies):
     study = studies["networks"]
     path = train_seeded(study, "proxyfl", "train.tune=true")
-    assert_same_state(
-        kept(path, "local"), kept(train_seeded(study, "regular", "train.tune=true", "privacy.enabled=false"), "private")
-    )
+    alone = train_seeded(study, "regular", "train.tune=true", "privacy.enabled=false")
+    assert_same_models(path, "local", alone, "private")
     for row in evaluate(study, str(path))["sites"]:
         choice = of_site(path, row["site"], "prediction_model")
         with PatchStore(study.store_path(row["site"])) as store:
@@ -360,21 +360,7 @@ def test_a_tuned_network_weighs_its_ensemble_on_all_training_rows(studies):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_keeps_its_local_model_and_predictions(studies, kind):
-    study, settings = studies[kind], [*KINDS[kind], "train.rounds=3"]
+    study, settings = studies[kind], KINDS[kind]
     whole = train_seeded(study, "proxyfl", *settings)
-    with interrupted_after(4):
-        train_seeded(study, "proxyfl", *settings)
-    broken = sorted(study.runs_path.glob("0*"))[-1]
-    resume_run(study, broken.name, backend="local")
-    for role in ("local", "private", "proxy"):
-        assert_same_state(kept(whole, role), kept(broken, role))
-    for site in ("S0", "S1"):
-        assert of_site(whole, site, "prediction_model") == of_site(broken, site, "prediction_model")
-
-
-def test_the_local_model_is_not_sent_and_adds_no_bytes(studies):
-    runs = [
-        train_seeded(studies["heads"], "fedavg", *HEADS, f"train.local_baseline={said}") for said in ("true", "false")
-    ]
-    sent = [[line["bytes"] for line in metrics(path, "S0")] for path in runs]
-    assert sent[0] == sent[1]
+    assert (whole / "sites" / "S1" / "prediction_model.json").exists()
+    assert_resumes(study, "proxyfl", *SEEDED, *settings, interruption=interrupted_after(3), whole=whole)

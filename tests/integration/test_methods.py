@@ -4,31 +4,28 @@ import numpy as np
 import pytest
 from conftest import REAL, interrupted_after, make_study, nightly
 from safetensors.numpy import load_file
-from training_runs import trained
+from training_runs import assert_resumes, trained
 
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.topology import list_receivers, ring, star
 from wsi_fl.privacy.accounting import epsilon, plan_mechanism
 from wsi_fl.stages.evaluation.evaluate import evaluate
-from wsi_fl.stages.training.train import resume_run
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import UsageError
 
-SEEDED = "privacy.insecure_seed=1"
+ROUNDS = ("train.rounds=2", "train.batch_size=8")
 ACCOUNTED = [
     name for name, method in METHODS.items() if not (method.bare_disclosures or method.payload.is_single_release)
 ]
 
 
 def run(study, method, *overrides):
-    return trained(study, method, "train.rounds=2", "train.batch_size=8", *overrides)
+    return trained(study, method, *ROUNDS, *overrides)
 
 
-def model(study, summary, site, role="private"):
-    return load_file(study.root / summary["run"] / "sites" / site / f"{role}.safetensors")
-
-
-def flat(tensors):
+def flat(study, summary, site, role="private"):
+    """Return all numbers of a model of a run as a vector."""
+    tensors = load_file(study.root / summary["run"] / "sites" / site / f"{role}.safetensors")
     return np.concatenate([value.ravel() for value in tensors.values()])
 
 
@@ -51,14 +48,7 @@ def test_every_method_trains_accounts_and_is_evaluated(pair, method):
     "method", [one if one == "cwt" else pytest.param(one, marks=pytest.mark.slow) for one in ACCOUNTED]
 )
 def test_every_method_resumes_to_the_same_models_after_a_kill(pair, method):
-    whole = run(pair, method, SEEDED)
-    with interrupted_after(4):
-        run(pair, method, SEEDED)
-    broken = sorted(path.name for path in pair.runs_path.glob("0*"))[-1]
-    resumed = resume_run(pair, broken, backend="local")
-    for site in pair.site_names():
-        assert np.array_equal(flat(model(pair, whole, site)), flat(model(pair, resumed, site)))
-    assert [row["epsilon"] for row in whole["sites"]] == [row["epsilon"] for row in resumed["sites"]]
+    assert_resumes(pair, method, *ROUNDS, "privacy.insecure_seed=1", interruption=interrupted_after(4))
 
 
 def test_pooling_is_refused_where_one_hospital_keeps_its_patches(study):
@@ -72,21 +62,21 @@ def test_pooling_is_refused_where_one_hospital_keeps_its_patches(study):
 def test_methods_with_a_shared_model_start_alike_whatever_a_site_file_sets(tmp_path, method):
     study = make_study(tmp_path / "study", n_sites=2, site_extra='real = false\nprivate_model = "lenet5"')
     summary = run(study, method)
-    assert len({flat(model(study, summary, site)).size for site in study.site_names()}) == 1
+    assert len({flat(study, summary, site).size for site in study.site_names()}) == 1
     evaluate(study, summary["run"])
 
 
 @pytest.mark.parametrize(("method", "role"), [("fedavg", "private"), ("fml", "proxy")])
 def test_after_a_star_every_site_holds_the_central_model(study, method, role):
     summary = run(study, method)
-    models = [flat(model(study, summary, site, role)) for site in study.site_names()]
+    models = [flat(study, summary, site, role) for site in study.site_names()]
     for other in models[1:]:
         np.testing.assert_allclose(other, models[0], rtol=1e-6, atol=1e-7)
 
 
 def test_a_single_site_trains_the_same_model_by_either_method_that_averages(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    alone, again = (flat(model(study, run(study, m, "privacy.enabled=false"), "S0")) for m in ("fedavg", "avgpush"))
+    alone, again = (flat(study, run(study, m, "privacy.enabled=false"), "S0") for m in ("fedavg", "avgpush"))
     assert np.array_equal(alone, again)
 
 

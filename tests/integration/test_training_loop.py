@@ -10,7 +10,7 @@ from conftest import larger, larger_pair, metrics, model, nightly, same
 from conftest import larger_study as make_study
 from safetensors.torch import load_file
 from torch.nn import functional
-from training_runs import dying, of_site, run_of
+from training_runs import assert_resumes, dying, of_site, run_of
 
 from wsi_fl.data.batches import build_augmentation, build_tensor
 from wsi_fl.federation import loop
@@ -138,22 +138,11 @@ def test_a_diverging_model_is_reported(pair, method, monkeypatch):
 
 
 def test_an_interrupted_run_resumes_to_the_same_models_and_account(pair):
+    """Before and after the checkpoint of S1 in round 2."""
     whole = run(pair, "proxyfl", SEEDED)
-    for module, name in (
-        (loop, "write_checkpoint"),
-        (PrivacyLedger, "record_transmission"),
-    ):  # before and after that of S1 in round 2
-        with dying(module, name, 4):
-            run(pair, "proxyfl", SEEDED)
-        path = sorted(pair.runs_path.glob("*-proxyfl-*"))[-1]
-        summary = resume_run(pair, path.name, backend="local")
-        assert path != whole and summary["sites"][1]["rounds"] == 3
-        for site in pair.site_names():
-            for role in ("private", "proxy"):
-                assert same(model(path, site, role), model(whole, site, role)), (name, site, role)
-            assert [line["round"] for line in metrics(path, site)] == [1, 2, 3]
-            a, b = (of_site(one, site, "ledger") for one in (path, whole))
-            assert a["steps"] == b["steps"] == 15 and a["epsilon"] == b["epsilon"]
+    for interruption in (dying(loop, "write_checkpoint", 4), dying(PrivacyLedger, "record_transmission", 4)):
+        assert_resumes(pair, "proxyfl", SEEDED, interruption=interruption, whole=whole)
+    assert of_site(whole, "S1", "ledger")["steps"] == 15
 
 
 def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(pair, tmp_path):

@@ -5,8 +5,10 @@ import json
 from contextlib import contextmanager
 
 import pytest
+from conftest import metrics, same
+from safetensors.torch import load_file
 
-from wsi_fl.stages.training.train import train
+from wsi_fl.stages.training.train import resume_run, train
 
 
 def trained(study, method, *overrides):
@@ -33,6 +35,25 @@ def answers(run, site):
 def of_site(run, site, name):
     """Return a document of a site from a run."""
     return json.loads((run / "sites" / site / f"{name}.json").read_text())
+
+
+def assert_resumes(study, method, *overrides, interruption, whole=None):
+    """Interrupt a run and resume it: it ends as `whole`, by default another run with these settings; return both."""
+    whole = whole or run_of(study, method, *overrides)
+    with interruption:
+        trained(study, method, *overrides)
+    resumed = study.root / resume_run(study, sorted(study.runs_path.glob("0*"))[-1].name, backend="local")["run"]
+    files = [path.relative_to(whole) for path in sorted(whole.glob("sites/*/*.safetensors"))]
+    assert resumed != whole and files == [path.relative_to(resumed) for path in sorted(resumed.glob("sites/*/*.sa*s"))]
+    for file in files:
+        assert same(load_file(whole / file), load_file(resumed / file)), file
+    for site in {file.parts[1] for file in files}:
+        assert [line["round"] for line in metrics(resumed, site)] == [line["round"] for line in metrics(whole, site)]
+        accounts = [of_site(run, site, "ledger") for run in (whole, resumed)]
+        assert accounts[0]["steps"] == accounts[1]["steps"] and accounts[0]["epsilon"] == accounts[1]["epsilon"]
+        if (whole / "sites" / site / "prediction_model.json").exists():
+            assert of_site(whole, site, "prediction_model") == of_site(resumed, site, "prediction_model")
+    return whole, resumed
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from wsi_fl.federation.comm import load_mpi
 from wsi_fl.stages import doctor
 from wsi_fl.stages.runtime.rank_job import take_threads
 from wsi_fl.stages.training import launch
-from wsi_fl.system.machine import count_ranks, launcher_reason, read_thread_setting, threads_per_rank
+from wsi_fl.system.machine import count_ranks, launcher_reason, threads_per_rank
 from wsi_fl.types import UsageError, WsiFlError
 
 BOX = "-" * 75
@@ -36,28 +36,18 @@ def no_launcher(monkeypatch):
 
 @pytest.fixture
 def other_machines(monkeypatch, tmp_path):
-    """Put a resource manager's job on other machines into the environment."""
+    """Put jobs of all resource managers on other machines into the environment."""
     hosts = tmp_path / "hosts"
     hosts.write_text(f"{ELSEWHERE}\n")
-
-    def put(manager):
-        for name, value in MANAGERS[manager].items():
-            monkeypatch.setenv(name, str(hosts) if value == "HOSTS" else value)
-
-    return put
+    for name, value in (item for variables in MANAGERS.values() for item in variables.items()):
+        monkeypatch.setenv(name, str(hosts) if value == "HOSTS" else value)
 
 
-@pytest.mark.parametrize("manager", MANAGERS)
-def test_the_environment_of_local_ranks_omits_other_machines_of_the_manager(other_machines, manager, tmp_path):
-    other_machines(manager)
+@pytest.mark.usefixtures("other_machines")
+def test_two_ranks_start_here_within_a_job_on_other_machines_of_any_manager(tmp_path):
     environment = launch.rank_environment(2)
     assert not {ELSEWHERE, str(tmp_path / "hosts")} & set(environment.values())
     assert environment["PATH"] == os.environ["PATH"]
-
-
-@pytest.mark.parametrize("manager", ["Slurm", "PBS", "Cobalt"])  # those that Open MPI follows to the last
-def test_two_ranks_start_here_within_a_job_on_other_machines(other_machines, manager):
-    other_machines(manager)
     assert "two ranks communicate" in doctor._check_mpi()
 
 
@@ -133,32 +123,24 @@ def test_the_terminal_of_srun_is_no_rank(monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "ranks", "taken"),
     [
+        ({}, None, 3),  # the default of PyTorch
         ({}, 2, 4),
         ({"OMP_NUM_THREADS": "1"}, 2, 1),
         ({"MKL_NUM_THREADS": "3"}, 2, 3),
         ({"OMP_NUM_THREADS": "9,2"}, 4, 2),
     ],
 )
-def test_a_rank_takes_its_share_of_the_cores_with_open_mpi_and_mkl(monkeypatch, asked, ranks, taken):
+def test_a_process_takes_its_threads_and_a_rank_its_share_of_the_cores(monkeypatch, asked, ranks, taken):
     threads = []
-    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1 if ranks else 3)
     monkeypatch.setattr("torch.set_num_threads", threads.append)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    for name in ("SIZE", "LOCAL_SIZE"):
+    for name in ("SIZE", "LOCAL_SIZE") if ranks else ():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(ranks))
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     launch.share_threads()
     take_threads(threads_per_rank())  # as encoders do
-    assert threads == [taken, taken]
-
-
-@pytest.mark.usefixtures("no_launcher")
-def test_a_single_process_takes_the_default_threads_of_pytorch(monkeypatch):
-    threads = []
-    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
-    monkeypatch.setattr("torch.set_num_threads", threads.append)
-    take_threads(8)
     take_threads(2)
-    assert threads == [3, 2] and read_thread_setting() is None
+    assert threads == [taken, taken, min(taken, 2)]
