@@ -43,8 +43,9 @@ def assert_resumes(study, method, *overrides, interruption, whole=None):
     with interruption:
         trained(study, method, *overrides)
     resumed = study.root / resume_run(study, sorted(study.runs_path.glob("0*"))[-1].name, backend="local")["run"]
-    files = [path.relative_to(whole) for path in sorted(whole.glob("sites/*/*.safetensors"))]
-    assert resumed != whole and files == [path.relative_to(resumed) for path in sorted(resumed.glob("sites/*/*.sa*s"))]
+    names = "sites/*/*.safetensors"
+    files, others = (sorted(path.relative_to(run) for path in run.glob(names)) for run in (whole, resumed))
+    assert resumed != whole and files == others
     for file in files:
         assert same(load_file(whole / file), load_file(resumed / file)), file
     for site in {file.parts[1] for file in files}:
