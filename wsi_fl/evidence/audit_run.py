@@ -107,7 +107,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> AuditDocument:
     return {
         "run": context.study.relative_path(context.run.path),
         "method": context.name,
-        "examples": context.example_plural,
+        "examples": context.kind.plural,
         "confidence": _CONFIDENCE,
         "tests": tests,
         "level": level,

@@ -48,7 +48,7 @@ from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.privacy.privacy_plan import Mode, PrivacyPlan, require_plan
 from wsi_fl.types import WsiFlError
 
-_Report = Callable[[dict[str, Any]], None]
+_Report = Callable[[Mapping[str, Any]], None]
 """Called with {"site", "round", "step", "steps"} in training and {"site", "round", "done": metrics} after a round."""
 
 

@@ -126,10 +126,6 @@ class Method:
         """Return the first disclosure of these kinds, or None."""
         return next((disclosure for disclosure in self.disclosures if disclosure.kind in kinds), None)
 
-    def list_disclosures(self, timing: str) -> list[Disclosure]:
-        """Return the disclosures of a timing."""
-        return [disclosure for disclosure in self.disclosures if disclosure.timing == timing]
-
     @property
     def round_disclosure(self) -> Disclosure | None:
         """Return the disclosure that is mixed in rounds, or None."""

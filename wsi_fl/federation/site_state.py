@@ -83,7 +83,7 @@ class Buffer:
 
     shape: BufferShape
     values: Flat
-    provenance: dict[str, Any]
+    provenance: Mapping[str, Any]
 
 
 class MakeModel(Protocol):

@@ -149,7 +149,7 @@ def _compute_release(context: RunContext, ledger: PrivacyLedger) -> tuple[Releas
         print_message(f"  {data.remark}", "yellow")
     train, _, units = load_training(context, site.name)
     if not len(train):
-        raise WsiFlError(f"site {site.name}: its store has no training {context.example_plural}")
+        raise WsiFlError(f"site {site.name}: its store has no training {context.kind.plural}")
     local_run = (ledger.site, STATISTICS_RUN)  # a release that never left is replaced
     counted_rounds = [
         ledger_round

@@ -52,10 +52,10 @@ _TRANSFER_FIELDS = {"what": str, "from": str, "to": str, "bytes": int, "seconds"
 """Fields of the lines of a run's files."""
 
 
-_SiteDocument = Literal["plan", "canaries", "package", "prediction_model", "tuning", "counts", "scores"]
+_SiteDocument = Literal["plan", "canaries", "package", "prediction_model", "tuning", "counts", "scores", "ledger"]
 """Documents that a site writes once and reads again after a restart: the privacy plan of its rounds, the canaries
 among its rows, its training images, the selected prediction model, the tuned settings of its local model, the
-released counts of its test part, and the scores reported by all hospitals."""
+released counts of its test part, the scores reported by all hospitals, and its account at the end."""
 
 
 class SiteFolder:
@@ -82,16 +82,12 @@ class SiteFolder:
                 "draw was (beside its ledger); put its backup back, or start a new run"
             )
 
-    def write_account(self, account: Mapping[str, Any]) -> None:
-        """Write the site's account at the end of the run."""
-        write_sealed(self.account_path, account)
-
     def store_digest(self) -> str | None:
         """Return the recorded digest of the store; None without one."""
         record = self._read_store()
         return str(record["sha256"]) if record else None
 
-    def store_facts(self) -> dict[str, Any]:
+    def store_facts(self) -> Mapping[str, Any]:
         """Return the recorded facts of the store; WsiFlError without them."""
         record = read_sealed(self.path / "store.json", ("sha256",), _ADVICE)
         return {k: v for k, v in record.items() if k != "sha256"}
@@ -113,11 +109,6 @@ class SiteFolder:
                 f"site {self.path.name}: the class statistics of {changed[0]} were made anew since this run began; "
                 "start a new run, or put the earlier file back into statistics/"
             )
-
-    def choice(self) -> str | None:
-        """Return the prediction model selected for this site; None without a selection."""
-        document = self.read_document("prediction_model")
-        return str(document["model"]) if document else None
 
     def record_site_file(self, text: str) -> None:
         """Store the site file as it is when the run begins; it never changes."""
@@ -188,12 +179,12 @@ class SiteFolder:
 
     def read_account(self) -> dict[str, Any]:
         """Return the site's account at the end of the run; WsiFlError where it is missing or damaged."""
-        run = self.path.parents[1].name
-        advice = (
-            "put its backup back; or delete the run's summary.json and run "
-            f"`wsi-fl train --resume {run}`, which writes it again"
-        )
-        return read_maybe_sealed(self.account_path, _ACCOUNT_KEYS, advice)
+        return read_maybe_sealed(self.account_path, _ACCOUNT_KEYS, self._advise_rewriting())
+
+    def _advise_rewriting(self) -> str:
+        """Return the advice for a damaged file that is written at the end of the run."""
+        resume = f"`wsi-fl train --resume {self.path.parents[1].name}`"
+        return f"put its backup back; or delete the run's summary.json and run {resume}, which writes it again"
 
     def save_model(self, role: str, tensors: Mapping[str, Tensor]) -> Path:
         """Write `<role>.safetensors`."""
@@ -212,11 +203,7 @@ class SiteFolder:
             raise WsiFlError(
                 f"{path}: no such model; the run has not finished, continue it with `wsi-fl train --resume {run}`"
             )
-        return load_weights(
-            path,
-            "put its backup back; or delete the run's summary.json and run "
-            f"`wsi-fl train --resume {run}`, which writes it again",
-        )
+        return load_weights(path, self._advise_rewriting())
 
     def checkpoint_path(self, round_: int) -> Path:
         return self.path / "state" / f"round_{round_:05d}.safetensors"

@@ -97,7 +97,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     predicts = bool(receivers and receivers["sites"])
     if not predicts and not any(map(len, parts.values())):
         command = context.kind.tiling_command
-        raise WsiFlError(f"no site has test {context.example_plural}; {command} with slides.test_fraction above 0")
+        raise WsiFlError(f"no site has test {context.kind.plural}; {command} with slides.test_fraction above 0")
     if not predicts and not finishers:
         raise WsiFlError(f"{context.run.name}: every site whose store is here dropped out and has no model")
     rows, tables = [], []
@@ -114,7 +114,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
         "method": context.name,
         "task": task.kind,
         "scores": list(task.scores),
-        "examples": context.example_plural,
+        "examples": context.kind.plural,
         "model": pipeline.predict.model,
         "shared": several and all(row["model"] == available_models(context.method).get("shared") for row in rows),
         "merged": _summarize_sites(rows, task) if merged else None,

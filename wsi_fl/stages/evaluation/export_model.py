@@ -314,7 +314,7 @@ def build_card(request: ExportRequest, result: ExportResult, folder: Path) -> Js
             "difference": result.difference,
         },
         "sites": request.site_names,
-        "examples": context.example_plural,
+        "examples": context.kind.plural,
         "inputs": asdict(request.spec) | {"encoder": request.facts.get("encoder")},
         **_collect_scores(request),
         "privacy": {"covered": request.has_guarantee, "sites": _describe_privacy(request)},

@@ -97,7 +97,7 @@ def choose_ensemble(run: RunFolder, pipeline: Pipeline, site: str) -> str:
     if len(available) == 1:
         return next(iter(available))
     if choice == "auto":
-        return run.site_folder(site).choice() or "private"
+        return str((run.site_folder(site).read_document("prediction_model") or {"model": "private"})["model"])
     if choice == LOCAL not in available and not METHODS[run.manifest["method"]].payload.is_single_release:
         raise UsageError(f"{run.name}: trained with train.local_baseline = false, so it has no local model of {site}")
     if choice == ENSEMBLE and _load_stack(run, site) is None:

@@ -93,7 +93,7 @@ def _build_page(context: RunContext, *, pictures: bool) -> Page:
         stores=[_describe_store(data) for data in site_data.values()],
         groups={site: account["group"] for site, account in ledgers.items() if account.get("group")},
         between=load_cross_site_scores(context),
-        examples=context.example_plural,
+        examples=context.kind.plural,
         scores=context.task.scores,
         task=context.task.kind,
         outputs=next(iter(site_data.values())).classes,

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -191,7 +191,7 @@ class JsonEvents:
             raise WsiFlError("the process that started this one is gone") from None
 
 
-def emit_event(document: dict[str, Any]) -> None:
+def emit_event(document: Mapping[str, object]) -> None:
     """Print an event as a JSON line on stdout."""
     sys.stdout.write(json.dumps(document) + "\n")
     sys.stdout.flush()

@@ -97,11 +97,6 @@ class RunContext:
         return find_example_kind(self.pipeline)
 
     @property
-    def example_plural(self) -> str:
-        """The plural of an example: patches, slides or patients."""
-        return self.kind.plural
-
-    @property
     def uses_files(self) -> bool:
         """Whether sites participate by class statistics that they released before."""
         return self.method.uses_files

@@ -60,7 +60,6 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
     # a graph of more hops than a round has room for is refused
     list_hops(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     _check_disclosures(context)
-    _check_start(context)
     for refusal in _find_errors(context):
         raise UsageError(refusal)
     for hooks in filter(None, (context.hooks, context.starter)):
@@ -118,13 +117,6 @@ def _find_doubt(context: RunContext, site: SiteFile, cohort: Cohort) -> str:
     return ""
 
 
-def _check_start(context: RunContext) -> None:
-    """Refuse to start, with differential privacy, from weights of a real site's patients without it."""
-    weights = context.pipeline.model.weights
-    if weights not in {"", "hub"} and context.pipeline.privacy.enabled:
-        require_published(context.study.resolve(weights), "model.weights")
-
-
 def _check_disclosures(context: RunContext) -> None:
     """Require confirmation and each site's permission for disclosures without differential privacy."""
     pipeline, row, name = context.pipeline, context.method, context.name
@@ -153,6 +145,8 @@ def _check_disclosures(context: RunContext) -> None:
 def _find_errors(context: RunContext) -> Iterator[str]:
     """Yield errors of participating sites, their models and their permissions."""
     train, model = context.pipeline.train, context.pipeline.model
+    if model.weights not in {"", "hub"} and context.pipeline.privacy.enabled:
+        require_published(context.study.resolve(model.weights), "model.weights")
     if train.left_out is not None and not context.study.load_site(train.left_out).allows("patches"):
         yield (
             f"sites/{train.left_out}.toml: models are tested on all patients of a site that is left out; add "

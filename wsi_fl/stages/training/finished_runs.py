@@ -73,7 +73,7 @@ class FinishedRun:
         return self.pipeline.privacy.has_noise
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return effective_settings(self.method, self.pipeline)
 
     def has_same_inputs(self, inputs: Mapping[str, str]) -> bool:
@@ -92,7 +92,7 @@ class FinishedRun:
         )
 
 
-def effective_settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
+def effective_settings(method: str, pipeline: Pipeline) -> dict[str, object]:
     """Return the settings that affect training of this method on given stores."""
     ignored = ["sites", "subtypes.", *find_method(method, pipeline).inert_keys]
     for name, section in pipeline:
@@ -111,9 +111,9 @@ def effective_settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
     return {key: value for key, value in flatten_settings(pipeline).items() if not key.startswith(tuple(ignored))}
 
 
-def flatten_settings(pipeline: Pipeline) -> dict[str, Any]:
+def flatten_settings(pipeline: Pipeline) -> dict[str, object]:
     """Return the settings by their keys as after `--set`."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for section, content in pipeline.model_dump(by_alias=True).items():
         keys = content if isinstance(content, dict) else {"": content}
         values |= {f"{section}.{key}".removesuffix("."): value for key, value in keys.items()}

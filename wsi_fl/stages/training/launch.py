@@ -16,8 +16,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from threading import Thread
-from typing import IO, Any
+from typing import IO
 
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import Watcher, print_message
@@ -145,11 +146,12 @@ def run_ranks(
     if note := describe_threads(len(sites)):
         watcher.print_message(f"  {note}")
     environment = rank_environment(len(sites)) | {LAUNCHER: str(os.getpid())}
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     with (
         log.open("ab") as log_file,
         _signals_interrupt(),
-        subprocess.Popen(command, stderr=log_file, env=environment, start_new_session=True, **streams) as process,
+        subprocess.Popen(
+            command, stdin=DEVNULL, stdout=PIPE, stderr=log_file, env=environment, start_new_session=True
+        ) as process,
     ):
         assert process.stdout is not None
         ranks = _Ranks(watcher, timeout_s)
@@ -160,7 +162,8 @@ def run_ranks(
     output = log.read_bytes()[log_start:]
     if lost := hanging or (ranks.find_killed(output) if process.returncode else {}):
         raise SitesLost(lost)
-    ranks.raise_failure()
+    if ranks.failure is not None:
+        raise ranks.failure
     if process.returncode:
         raise WsiFlError(_describe_exit(process.returncode, output, log, resume, has_begun=ranks.has_begun))
 
@@ -197,7 +200,8 @@ class _Ranks:
     """Events and timeouts of the ranks of a job."""
 
     def __init__(self, watcher: Watcher, timeout_s: float) -> None:
-        self.failures: list[dict[str, Any]] = []
+        self.failure: WsiFlError | None = None
+        """The first that a rank reported."""
         self._watcher, self._timeout_s = watcher, timeout_s
         self._pids: dict[str, int] = {}
         self._last_heard: dict[str, float] = {}
@@ -229,18 +233,12 @@ class _Ranks:
                 for name in event["late"]:
                     first, last = self._late.get(name, (current, current))
                     self._late[name] = (current if current - last > _STALE_S else first, current)
-            if "error" in event:
-                self.failures.append(event)
+            if "error" in event and self.failure is None:
+                self.failure = (UsageError if event.get("usage") else WsiFlError)(event["error"])
             if "say" in event:
                 self._watcher.print_message(event["say"])
             if "part" in event:
                 self._watcher.update(event["part"], event["done"], event["total"], event["note"])
-
-    def raise_failure(self) -> None:
-        """Raise the first failure that a rank reported, if any."""
-        if self.failures:
-            kind = UsageError if self.failures[0].get("usage") else WsiFlError
-            raise kind(self.failures[0]["error"])
 
     def find_hanging(self) -> dict[str, str]:
         """Return the sites later than the timeout and without a sign of life for half of it, with reasons."""

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ def _train_sites(context: RunContext, comm: Comm, watcher: Watcher) -> list[Summ
         context.hooks.finish_rounds(context, sites, comm)
     rows = comm.gather([build_row(site) for site in sites], SummaryRow, patient=True)
     for site in sites:
-        site.folder.write_account(site.ledger.summary() | {"group": compute_group(site)})
+        site.folder.write_document("ledger", site.ledger.summary() | {"group": compute_group(site)})
     return rows
 
 
@@ -244,7 +244,7 @@ def _make_reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) 
     folders = {site.name: site.folder for site in sites}
     rounds, task = pipeline.train.rounds, sites[0].train.task
 
-    def report_event(event: dict[str, Any]) -> None:
+    def report_event(event: Mapping[str, Any]) -> None:
         done = event.get("done")
         if done is None:
             part = event["step"] / max(1, event["steps"])

@@ -111,7 +111,7 @@ def dry_run(
         "method": method,
         "pipeline": name,
         "rounds": rounds,
-        "examples": context.example_plural,
+        "examples": context.kind.plural,
         "inference_sites": [site.name for site in assembled if site.name in context.receivers],
         # on CPUs the sites share the cores; on GPUs each has its own
         "seconds": sum(seconds) if all(site.device.type == "cpu" for site in paying) else max(seconds),

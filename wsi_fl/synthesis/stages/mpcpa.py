@@ -236,7 +236,7 @@ class _GeneratorHooks(StudyHooks):
         provide_images(context, sites, comm, watcher)
 
     def finish_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
-        if context.method.list_disclosures("after"):
+        if any(disclosure.timing == "after" for disclosure in context.method.disclosures):
             send_models(context, sites, comm)
 
     def count_bytes(self, pipeline: Pipeline, disclosure: Disclosure, shape: Shape, n_classes: int) -> int | None:
