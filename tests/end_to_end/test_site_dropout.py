@@ -6,8 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from conftest import larger, metrics, nightly, refused
 from conftest import larger_study as make_study
 from file_changes import edit, site_file
 from safetensors.torch import load_file
-from training_runs import assert_resumes
+from test_train import processes_of, wait_for_file
+from training_runs import assert_resumes, trained
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
@@ -35,10 +35,6 @@ from wsi_fl.types import WsiFlError
 study = larger
 
 SEEDED = "privacy.insecure_seed=1"
-
-
-def local(study, method="proxyfl", *overrides):
-    return train(study, method=method, overrides=overrides, backend="local")
 
 
 def spent(rounds):
@@ -84,7 +80,7 @@ def interrupted(study, *cuts, method="proxyfl", overrides=()):
             if number:
                 resume_run(study, "1", without=without, backend="local")
             else:
-                local(study, method, *overrides)
+                trained(study, method, *overrides)
     return resume_run(study, "1", backend="local")
 
 
@@ -98,7 +94,7 @@ ACCOUNTED = {
 @pytest.mark.parametrize("method", ["proxyfl", *nightly(*sorted(ACCOUNTED - {"proxyfl"}))])
 def test_a_site_whose_budget_ends_stops_and_the_others_finish(study, method):
     limit(study, "S1", 2)
-    summary = local(study, method, "train.rounds=4")
+    summary = trained(study, method, "train.rounds=4")
     assert rounds_of(summary) == [4, 2, 4, 4] and summary["lost"] == []
     assert [row["epsilon"] for row in summary["sites"]] == pytest.approx([spent(n) for n in (4, 2, 4, 4)])
     lines = metrics(study.root / summary["run"], "S1")
@@ -121,7 +117,7 @@ def test_a_site_that_left_trains_locally_hands_its_mass_over_and_stays_away_afte
 def test_a_run_that_no_site_can_afford_is_refused_and_leaves_nothing(study):
     for site in study.site_names():
         limit(study, site, 0)
-    for attempt in (lambda: local(study), lambda: dry_run(study, method="proxyfl")):
+    for attempt in (lambda: trained(study, "proxyfl"), lambda: dry_run(study, method="proxyfl")):
         refused(attempt, "sites/S0.toml: max_epsilon = 0.001 is enough for 0 of 3 rounds")
     assert not list(study.runs_path.glob("0*"))
 
@@ -133,7 +129,7 @@ def test_a_dry_run_reports_affordable_rounds_and_a_site_without_one_never_takes_
     assert [row["affordable_rounds"] for row in planned] == [3, 2, 0, 3]
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(r"sites/S1\.toml: max_epsilon = .* is enough for 2 of 3 rounds; .*then it leaves", said)
-    summary = local(study)
+    summary = trained(study, "proxyfl")
     assert rounds_of(summary) == [3, 2, 0, 3] and summary["sites"][2]["epsilon"] is None
     assert summary["communication"]["messages"] == 3 + 3 + 2 + 1  # S1 hands its mass over
 
@@ -159,7 +155,7 @@ class Liar(LocalComm):
 @pytest.mark.parametrize("method", ["proxyfl", *nightly("fedavg")])
 def test_a_broken_model_is_rejected_and_training_continues(study, monkeypatch, method):
     monkeypatch.setattr(stage, "LocalComm", lambda n, running: Liar(n))
-    summary = local(study, method, f"train.rounds={len(LIES)}")
+    summary = trained(study, method, f"train.rounds={len(LIES)}")
     path, rejected = study.root / summary["run"], {}
     for k in range(4):
         for line in metrics(path, f"S{k}"):
@@ -174,46 +170,30 @@ def test_a_broken_model_is_rejected_and_training_continues(study, monkeypatch, m
     assert "rejected the model from site 2" in (path / "sites" / receiver / "log.txt").read_text()
 
 
-def started(study, *overrides, timeout_s=60):
-    sets = [part for o in (*overrides, f"comm.timeout_s={timeout_s}") for part in ("--set", o)]
-    command = [sys.executable, "-m", "wsi_fl", "train", "--json", *sets]
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=study.root, start_new_session=True, **piped)
-
-
-def pid_of(run_path, rank, n=4):
-    """The process of a rank, once all ranks are at work."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        ranks = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                words = (process / "cmdline").read_bytes().split(b"\0")
-                if str(run_path).encode() in words and b"rank" in words and b"-n" not in words:
-                    found = re.search(rb"OMPI_COMM_WORLD_RANK=(\d+)", (process / "environ").read_bytes())
-                    ranks[int(found[1])] = int(process.name)
-        if len(ranks) == n:
-            return ranks[rank]
-        time.sleep(0.02)
-    raise AssertionError("ranks did not start")
-
-
-def wait_for_round(study, number, site, run="00001-proxyfl-small"):
-    path = study.runs_path / run / "sites" / site / "state"
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        if path.exists() and any(int(f.stem[-5:]) >= number for f in path.glob("round_*.safetensors")):
-            return
-        time.sleep(0.002)
-    raise AssertionError(f"{site} never finished round {number}")
+def pid_of(job, rank):
+    """The process of a rank of a job, while it is at work."""
+    word = f"OMPI_COMM_WORLD_RANK={rank}".encode()
+    return next(pid for pid in processes_of(job.pid) if word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, *nightly(signal.SIGSTOP)])
 def test_a_dropped_out_rank_is_named_the_others_finish_and_it_returns(tmp_path, sign):
     study = make_study(tmp_path / "study", n_sites=3)
-    job = started(study, "train.rounds=6", timeout_s=3)
-    wait_for_round(study, 2, "S2")
-    os.kill(pid_of(study.runs_path / "00001-proxyfl-small", 2, n=3), sign)
+    command = [
+        sys.executable,
+        "-m",
+        "wsi_fl",
+        "train",
+        "--json",
+        "--set",
+        "train.rounds=6",
+        "--set",
+        "comm.timeout_s=3",
+    ]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    job = subprocess.Popen(command, cwd=study.root, start_new_session=True, **piped)
+    wait_for_file(study.runs_path, "00001-proxyfl-small/sites/S2/state/round_0000[2-6].safetensors")
+    os.kill(pid_of(job, 2), sign)
     out, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
     summary = json.loads(out)
@@ -242,7 +222,7 @@ def test_a_run_continues_without_a_site_that_is_left_out(study):
         return resume_run(study, "1", without=sites, backend="local")
 
     with cut_at("S3", 2):
-        local(study)
+        trained(study, "proxyfl")
     summary = without("S1")
     assert summary["lost"] == ["S1"] and rounds_of(summary) == [3, 3, 3]
     refused(lambda: without("S9"), "unknown site 'S9'; the run has S0")
@@ -301,7 +281,7 @@ def test_sites_that_all_dropped_out_resume_from_the_most_advanced(larger_pair):
 def test_a_site_that_was_absent_until_the_end_catches_up_and_may_be_interrupted(study, method, rounds):
     """At once, after rounds that are not on its ledger, and where no site waits for it."""
     with cut_at("S3", 2):
-        local(study, method, f"train.rounds={rounds}")
+        trained(study, method, f"train.rounds={rounds}")
     assert resume_run(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
     if method == "proxyfl":
         with cut_at("S1", rounds):
@@ -315,7 +295,7 @@ def test_a_site_that_was_absent_until_the_end_catches_up_and_may_be_interrupted(
 def test_a_raised_budget_counts_from_the_next_round_on(study):
     limit(study, "S1", 1)
     with cut_at("S3", 2):
-        local(study)
+        trained(study, "proxyfl")
     file = site_file(study, "S1")
     file.write_text(re.sub("max_epsilon.*", "max_epsilon = 100.0", file.read_text()))
     assert rounds_of(resume_run(study, "1", backend="local")) == [3, 1, 3, 3]

@@ -15,6 +15,7 @@ import pytest
 from conftest import edited, larger, larger_pair, metrics, model, refused, same, write_store
 from conftest import larger_study as make_study
 from file_changes import edit, make_real, site_file
+from training_runs import trained
 
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.privacy.accounting import epsilon, plan_mechanism
@@ -34,12 +35,8 @@ SITES = ["S0", "S1"]
 WHOLE = epsilon([plan_mechanism(36, 8, 5, 1.4, 0.7)], 1e-5)
 
 
-def local(study, method="proxyfl", *overrides):
-    return train(study, method=method, overrides=overrides, backend="local")
-
-
 def run_alone(study):
-    return local(study, "regular", "train.rounds=1")["run"]
+    return trained(study, "regular", "train.rounds=1")["run"]
 
 
 def assert_same(study, run, other):
@@ -83,16 +80,21 @@ def assert_contract(summary, path):
 def uninterrupted(tmp_path_factory):
     """A study and an uninterrupted run of it in one process."""
     study = make_study(tmp_path_factory.mktemp("train") / "study", n_sites=2)
-    summary = local(study, "proxyfl", *SEEDED)
-    return study, summary
+    return study, trained(study, "proxyfl", *SEEDED)
 
 
 def test_a_killed_job_resumes_to_the_same_models_and_the_same_account(uninterrupted, wsi_fl):
     study, summary = uninterrupted
-    known = set(study.runs_path.glob("*-proxyfl-*"))
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    checkpoints = "*-proxyfl-*/sites/*/state/round_*.safetensors"
+    known, quiet = set(study.runs_path.glob(checkpoints)), {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(WSI_FL, cwd=study.root, start_new_session=True, **quiet) as job:
-        path = _killed_within(study, known, job)
+        path = wait_for_file(study.runs_path, checkpoints, known).parents[3]
+        killed = processes_of(job.pid)  # the launcher, mpiexec and the ranks
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        job.wait(10)
+        while any(map(_lives, killed)):  # and holds its locks
+            time.sleep(0.01)
     assert not (path / "summary.json").exists()
     done = wsi_fl("train", "--resume", path.name, "--backend", "local", "--json", cwd=study.root)
     assert done.returncode == 0, done.stderr
@@ -103,23 +105,14 @@ def test_a_killed_job_resumes_to_the_same_models_and_the_same_account(uninterrup
     assert not [f for f in files if f.read_bytes()[:1] == b"\x80"], "a pickle begins so"
 
 
-def _killed_within(study, known, job):
-    """SIGKILL the launcher, mpiexec and the ranks after the first checkpointed round; return the run."""
+def wait_for_file(folder, pattern, known=()):
+    """Return a new file of a pattern in a folder, once there is one."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
-        fresh = set(study.runs_path.glob("*-proxyfl-*")) - known
-        if fresh and list(next(iter(fresh)).glob("sites/*/state/round_*.safetensors")):
-            break
-        time.sleep(0.005)
-    (path,) = set(study.runs_path.glob("*-proxyfl-*")) - known
-    killed = _processes_of(job.pid)
-    for pid in killed:
-        os.kill(pid, signal.SIGKILL)
-    job.wait(10)
-    while any(map(_lives, killed)):  # and holds its locks
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return path
+        if fresh := set(folder.glob(pattern)) - set(known):
+            return fresh.pop()
+        time.sleep(0.002)
+    raise AssertionError(f"{pattern} never came")
 
 
 def _lives(pid):
@@ -129,12 +122,12 @@ def _lives(pid):
         return False
 
 
-def _processes_of(pid):
+def processes_of(pid):
     """The process and all its descendants."""
     children = [
         int(child) for task in Path(f"/proc/{pid}/task").glob("*") for child in (task / "children").read_text().split()
     ]
-    return [pid, *(p for child in children for p in _processes_of(child))]
+    return [pid, *(p for child in children for p in processes_of(child))]
 
 
 def test_the_output_of_evaluate_follows_the_contract(uninterrupted, wsi_fl):

@@ -19,13 +19,6 @@ def seeds_of(study):
     return [load_run_pipeline(path).train.seed for path in sorted(study.runs_path.glob("0*/config.toml"))]
 
 
-def test_a_series_is_one_run_per_seed_and_warnings_about_stores_appear_once(pair, capsys):
-    document = series(pair, 3, "train.seed=4", "train.rounds=1", "tile.size_px=99")
-    assert document["method"] == "regular" and document["seeds"] == [4, 5, 6] == seeds_of(pair)
-    assert [run["run"] for run in document["runs"]] == [f"runs/0000{k}-regular-small" for k in (1, 2, 3)]
-    assert capsys.readouterr().err.count("this pipeline would cut 99 px") == 1
-
-
 def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(pair):
     with interrupted_after(5):  # in the second run
         series(pair, 3, "train.rounds=2")
@@ -53,14 +46,17 @@ def test_ctrl_c_between_two_runs_of_a_series_names_the_command_that_resumes(pair
     assert seeds_of(pair) == [0, 1]
 
 
-def test_train_runs_a_series_of_seeds_from_the_command_line(pair, wsi_fl):
+def test_a_series_is_one_run_per_seed_and_warnings_about_stores_appear_once(pair, wsi_fl):
     def ran(*arguments):
-        return wsi_fl("train", *arguments, cwd=pair.root)
+        return wsi_fl("train", *arguments, "--backend", "local", "--json", cwd=pair.root)
 
-    done = ran("--method", "regular", "--seeds", 2, "--backend", "local", "--json")
-    assert len(json.loads(done.stdout)["runs"]) == 2
-    done = ran("--resume", 1, "--backend", "local", "--json")
-    assert [run["run"][-13:] for run in json.loads(done.stdout)["runs"]] == ["regular-small"] * 2
+    sets = ("train.seed=4", "train.rounds=1", "tile.size_px=99")
+    done = ran("--method", "regular", "--seeds", 2, *(word for one in sets for word in ("--set", one)))
+    document = json.loads(done.stdout)
+    assert document["method"] == "regular" and document["seeds"] == [4, 5] == seeds_of(pair)
+    assert [run["run"] for run in document["runs"]] == [f"runs/0000{k}-regular-small" for k in (1, 2)]
+    assert done.stderr.count("this pipeline would cut 99 px") == 1
+    assert json.loads(ran("--resume", 1).stdout) == document
     for arguments, words in (
         (("--seeds", 0), "--seeds must be at least 1"),
         (("--without", "S1"), "--without belongs to --resume"),
