@@ -52,10 +52,13 @@ _TRANSFER_FIELDS = {"what": str, "from": str, "to": str, "bytes": int, "seconds"
 """Fields of the lines of a run's files."""
 
 
-_SiteDocument = Literal["plan", "canaries", "package", "prediction_model", "tuning", "counts", "scores", "ledger"]
+_SiteDocument = Literal[
+    "plan", "canaries", "package", "prediction_model", "tuning", "counts", "scores", "ledger", "store"
+]
 """Documents that a site writes once and reads again after a restart: the privacy plan of its rounds, the canaries
 among its rows, its training images, the selected prediction model, the tuned settings of its local model, the
-released counts of its test part, the scores reported by all hospitals, and its account at the end."""
+released counts of its test part, the scores reported by all hospitals, its account at the end, and facts of its
+store."""
 
 
 class SiteFolder:
@@ -73,9 +76,9 @@ class SiteFolder:
 
         UsageError where they differ from the beginning of the run.
         """
-        record = self._read_store()
+        record = self.read_document("store")
         if record is None:
-            write_sealed(self.path / "store.json", {**facts, "sha256": digest})
+            self.write_document("store", {**facts, "sha256": digest})
         elif record["sha256"] != digest or record.get(PIXELS_KEY) != facts.get(PIXELS_KEY):
             raise UsageError(
                 f"site {self.path.name}: its store was made anew since this run began, or the secret of its held-out "
@@ -84,16 +87,13 @@ class SiteFolder:
 
     def store_digest(self) -> str | None:
         """Return the recorded digest of the store; None without one."""
-        record = self._read_store()
+        record = self.read_document("store")
         return str(record["sha256"]) if record else None
 
     def store_facts(self) -> Mapping[str, Any]:
         """Return the recorded facts of the store; WsiFlError without them."""
         record = read_sealed(self.path / "store.json", ("sha256",), _ADVICE)
         return {k: v for k, v in record.items() if k != "sha256"}
-
-    def _read_store(self) -> dict[str, Any] | None:
-        return _read_optional(self.path / "store.json", "sha256")
 
     def read_statistics_digests(self) -> dict[str, Any] | None:
         """Return the recorded digests of the class statistics at the beginning; None without them."""
@@ -121,7 +121,8 @@ class SiteFolder:
 
     def read_document(self, name: _SiteDocument) -> dict[str, Any] | None:
         """Return one of the site's documents of the run; None without it."""
-        return _read_optional(self.path / f"{name}.json")
+        path, keys = self.path / f"{name}.json", ("sha256",) if name == "store" else ()
+        return read_sealed(path, keys, _ADVICE) if path.exists() else None
 
     def record_transfer(self, transfer: Mapping[str, Any]) -> None:
         """Record a message of the site, or of the server beside it: {"what", "from", "to", "bytes", "seconds"}.
@@ -248,7 +249,3 @@ def hold_site_lock(folder: Path) -> Iterator[None]:
     with file_lock(folder / ".lock", busy, patience_s=2):
         remove_leftovers(folder)
         yield
-
-
-def _read_optional(path: Path, *keys: str) -> dict[str, Any] | None:
-    return read_sealed(path, keys, _ADVICE) if path.exists() else None

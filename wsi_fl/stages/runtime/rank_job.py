@@ -38,35 +38,20 @@ class _RankOutcome(TypedDict, total=False):
     usage: bool
 
 
-class _SingleProcess:
-    """Communication of a single process, without torch and MPI."""
-
-    sites = running = (0,)
-
-    def gather(self, documents: Sequence[_T], _: type[_T]) -> list[_T]:
-        return list(documents)
-
-    def abort(self, code: int = 1) -> None:
-        pass
-
-
 class RankJob:
     """This process among those of the job: its `rank`, the number of ranks (`size`) and its cores (`threads`)."""
 
     def __init__(self) -> None:
-        ranks = count_ranks()
-        if ranks is None:
-            self._comm: Any = _SingleProcess()
-        else:
+        self.rank, self.size = 0, count_ranks() or 1
+        rank_cores: _RankCores = {"host": socket.gethostname(), "cores": list_cores()}
+        cores_by_rank = [rank_cores]
+        if count_ranks() is not None:
             from wsi_fl.federation.comm import MpiComm
 
-            self._comm = MpiComm(inf, tuple(range(ranks)))
-        self.rank, self.size = int(self._comm.sites[0]), len(self._comm.running)
-        rank_cores: _RankCores = {"host": socket.gethostname(), "cores": list_cores()}
-        cores_by_rank = [
-            (document["host"], document["cores"]) for document in self._comm.gather([rank_cores], _RankCores)
-        ]
-        self.threads = _count_cores((rank_cores["host"], rank_cores["cores"]), cores_by_rank)
+            self._comm = MpiComm(inf, tuple(range(self.size)))
+            self.rank = int(self._comm.sites[0])
+            cores_by_rank = self._comm.gather([rank_cores], _RankCores)
+        self.threads = _count_cores(rank_cores, cores_by_rank)
 
     @property
     def is_first(self) -> bool:
@@ -132,19 +117,17 @@ class RankJob:
 
     def _gather_results(self, work: Callable[[], _T]) -> list[_T]:
         """Do the work on every rank and return all results (JSON) in order of ranks."""
-        failure: BaseException | None = None
+        if self.size == 1:
+            return [work()]
         outcome: _RankOutcome = {}
         try:
             outcome["result"] = work()
         except Exception as error:
-            failure = error
             place = Path(getattr(error, "filename", None) or "the store")
             outcome = {"error": describe_failure(error, place), "usage": isinstance(error, UsageError)}
         except BaseException:  # Ctrl-C: the others would wait in vain
             self._comm.abort(1)
             raise
-        if failure is not None and self.size == 1:
-            raise failure
         outcomes: list[_RankOutcome] = self._comm.gather([outcome], _RankOutcome)
         for rank_outcome in outcomes:
             if "error" in rank_outcome:
@@ -154,10 +137,9 @@ class RankJob:
         return [rank_outcome["result"] for rank_outcome in outcomes]
 
 
-def _count_cores(rank_cores: tuple[str, list[int]], ranks: Sequence[tuple[str, list[int]]]) -> int:
-    """Return the number of cores of a rank, shared cores divided, given (host, cores) of all ranks."""
-    host, cores = rank_cores
-    n_sharing = [sum(core in other_cores for name, other_cores in ranks if name == host) for core in cores]
+def _count_cores(own: _RankCores, ranks: Sequence[_RankCores]) -> int:
+    """Return the number of cores of a rank, shared cores divided, given those of all ranks."""
+    n_sharing = [sum(core in rank["cores"] for rank in ranks if rank["host"] == own["host"]) for core in own["cores"]]
     return max(1, int(sum(1 / n for n in n_sharing) + 1e-9))
 
 

@@ -26,7 +26,7 @@ _SITE_KEYS = ("topology.graph", "train.input_px")
 def build_preflight(site: Site, context: RunContext) -> PreflightDocument:
     """Return a site's preflight document: plans and shapes only."""
     data, pipeline, travels = context.open_data(site.name), context.pipeline, context.method.mixing_role
-    meta, buffer = data.store.meta, site.buffer
+    meta, buffer, graph = data.store.meta, site.buffer, pipeline.topology.graph
     return {
         "site": site.name,
         "run": run_id(site.ledger.run),
@@ -40,7 +40,7 @@ def build_preflight(site: Site, context: RunContext) -> PreflightDocument:
         "schema": schema_digest(site.learners[travels].model) if travels else "",
         "sites": context.names,
         "inference_sites": context.receivers,
-        "graph": _hash_graph(context),
+        "graph": file_sha256(context.study.resolve(graph)) if graph and graph.endswith(".json") else graph,
         "projection": context.hooks.projection_digest(data),
         "buffer": [read_setting(pipeline, "replay.variant"), *astuple(buffer.shape)] if buffer else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
@@ -60,14 +60,6 @@ def _list_settings(pipeline: Pipeline) -> dict[str, Setting]:
         f"{name}.{key}": value for name in (*_COMPARED_SECTIONS, *extra_sections) for key, value in values[name].items()
     }
     return {key: value for key, value in settings.items() if key not in _SITE_KEYS}
-
-
-def _hash_graph(context: RunContext) -> str | None:
-    """Return the name of the graph, or the SHA-256 of its file."""
-    graph = context.pipeline.topology.graph
-    if graph is None or not graph.endswith(".json"):
-        return graph
-    return file_sha256(context.study.resolve(graph))
 
 
 def require_signed_model(site: Site, context: RunContext) -> None:
