@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -82,7 +83,9 @@ def kinds(*, slow: bool = False) -> dict[str, Any]:
     found = {}
     for path in ROOT.rglob("*.py"):
         text, parts = path.read_text(encoding="utf-8"), path.relative_to(ROOT).with_suffix("").parts
-        if ("_document(" not in text and ".gather(" not in text) or ("synthesis" in parts and not slow):
+        if not re.search(r"code_document\(|exchange_documents\(|\.gather\(", text) or (
+            "synthesis" in parts and not slow
+        ):
             continue
         module = importlib.import_module(".".join(("wsi_fl", *parts)))
         for call in ast.walk(ast.parse(text)):
