@@ -95,7 +95,7 @@ class SiteFolder:
         record = read_sealed(self.path / "store.json", ("sha256",), _ADVICE)
         return {k: v for k, v in record.items() if k != "sha256"}
 
-    def read_statistics_digests(self) -> dict[str, Any] | None:
+    def read_statistics_digests(self) -> dict[str, str] | None:
         """Return the recorded digests of the class statistics at the beginning; None without them."""
         path = self.path / "statistics.json"
         return read_object(path, _ADVICE) if path.exists() else None

@@ -282,15 +282,15 @@ def _mend_tail(handle: BinaryIO) -> None:
         handle.truncate(len(content) - len(tail))
 
 
-def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) -> list[dict[str, Any]]:
-    """Return the JSON lines of `path`; a last line cut short by a crash is dropped.
+def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) -> list[Any]:
+    """Return the JSON objects in the lines of `path`; a last line cut short by a crash is dropped.
 
     WsiFlError where another line is damaged, or lacks a key of `needs`, key → type.
     """
     if not path.exists():
         return []
     lines = require_regular_file(path).read_bytes().split(b"\n")  # a cut may lie within a character
-    documents: list[dict[str, Any]] = []
+    documents: list[Any] = []
     for number, line in enumerate(lines, 1):
         if not line:
             continue

@@ -272,23 +272,18 @@ def train_series(
             "--seeds, --folds and --leave-site-out start ranks of their own; leave out mpiexec or srun, or train one "
             "run after another"
         )
-    series = _build_series(study, pipeline, seeds or 1, leave_site_out=leave_site_out)
+    first, folds = pipeline.train.seed, pipeline.train.folds if pipeline.train.fold is None else None
+    sites = tuple(site.name for site in study.load_sites(pipeline)) if leave_site_out else ()
+    if leave_site_out and (pipeline.train.folds or pipeline.train.left_out):
+        raise UsageError("--leave-site-out tests whole sites; leave out --folds, train.folds and train.left_out")
+    if leave_site_out and len(sites) < 2:
+        raise UsageError("--leave-site-out needs two sites or more")
+    series = _RunSeries(uuid4().hex, tuple(range(first, first + (seeds or 1))), folds, sites)
     for member in series.members:  # all are checked before the first is trained
         check_run(RunContext.create(study, series.build_pipeline(pipeline, member), method), backend, is_reported=True)
     with RunContext.create(study, pipeline, method) as context:
         _report_series(context, series)
     return _complete_series(study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress())
-
-
-def _build_series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: bool) -> _RunSeries:
-    train = pipeline.train
-    sites = tuple(site.name for site in study.load_sites(pipeline)) if leave_site_out else ()
-    if leave_site_out and (train.folds or train.left_out):
-        raise UsageError("--leave-site-out tests whole sites; leave out --folds, train.folds and train.left_out")
-    if leave_site_out and len(sites) < 2:
-        raise UsageError("--leave-site-out needs two sites or more")
-    folds = train.folds if train.fold is None else None
-    return _RunSeries(uuid4().hex, tuple(range(train.seed, train.seed + seeds)), folds, sites)
 
 
 def _report_series(context: RunContext, series: _RunSeries) -> None:

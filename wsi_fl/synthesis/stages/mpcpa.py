@@ -220,15 +220,6 @@ def send_models(context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
         site.folder.log(f"sent its model to the server, {time.perf_counter() - start_time:.2f} s")
 
 
-def _count_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
-    """Return the bytes of a denoiser; None for models without images."""
-    if not isinstance(shape, Images):
-        return None
-    ddpm = pipeline.find_section(Ddpm)
-    ddpm_shape = DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels)
-    return 4 * UNet(ddpm_shape).n_values
-
-
 class _GeneratorHooks(StudyHooks):
     """Denoisers before the rounds, and classifiers after them, where the method sends any."""
 
@@ -240,7 +231,12 @@ class _GeneratorHooks(StudyHooks):
             send_models(context, sites, comm)
 
     def count_bytes(self, pipeline: Pipeline, disclosure: Disclosure, shape: Shape, n_classes: int) -> int | None:
-        return _count_bytes(pipeline, shape, n_classes)
+        """Return the bytes of a denoiser; None for models without images."""
+        if not isinstance(shape, Images):
+            return None
+        ddpm = pipeline.find_section(Ddpm)
+        ddpm_shape = DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels)
+        return 4 * UNet(ddpm_shape).n_values
 
     def distinguishing_settings(self, pipeline: Pipeline) -> tuple[object, ...]:
         """Return the point of the curve over generated images."""
