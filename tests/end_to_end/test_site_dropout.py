@@ -213,19 +213,6 @@ def test_a_dropped_out_rank_is_named_the_others_finish_and_it_returns(tmp_path, 
     assert evaluate(study, back["run"])["sites"][2]["site"] == "S2"
 
 
-def test_a_run_continues_without_a_site_that_is_left_out(study):
-    def without(*sites):
-        return resume_run(study, "1", without=sites, backend="local")
-
-    with cut_at("S3", 2):
-        trained(study, "proxyfl")
-    summary = without("S1")
-    assert summary["lost"] == ["S1"] and rounds_of(summary) == [3, 3, 3]
-    refused(lambda: without("S9"), "unknown site 'S9'; the run has S0")
-    refused(lambda: without(*study.site_names()), "leaves no site")
-    assert without("S1") == summary  # finished; S1 stays away
-
-
 def test_a_returning_site_gets_a_share_and_takes_part_from_then_on(study):
     summary = interrupted(study, ("S3", 2), ("S3", 6, "S1"), overrides=["train.rounds=8"])
     path = study.root / summary["run"]
@@ -274,15 +261,23 @@ def test_sites_that_all_dropped_out_resume_from_the_most_advanced(larger_pair):
 @pytest.mark.parametrize(
     ("method", "rounds"), [("proxyfl", 3), *nightly(("proxyfl", 5)), ("regular", 3), *nightly(("joint", 3))]
 )
-def test_a_site_that_was_absent_until_the_end_catches_up_and_may_be_interrupted(study, method, rounds):
+def test_a_run_continues_without_a_site_which_catches_up_at_the_end_and_may_be_interrupted(study, method, rounds):
     """At once, after rounds that are not on its ledger, and where no site waits for it."""
+
+    def resumed(*without):
+        return resume_run(study, "1", without=without, backend="local")
+
     with cut_at("S3", 2):
         trained(study, method, f"train.rounds={rounds}")
-    assert resume_run(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
+    summary = resumed("S1")
+    assert summary["lost"] == ["S1"] and rounds_of(summary) == [rounds] * 3
+    refused(lambda: resumed("S9"), "unknown site 'S9'; the run has S0")
+    refused(lambda: resumed(*study.site_names()), "leaves no site")
+    assert resumed("S1") == summary  # finished; S1 stays away
     if method == "proxyfl":
         with cut_at("S1", rounds):
-            resume_run(study, "1", backend="local")
-    back = resume_run(study, "1", backend="local")
+            resumed()
+    back = resumed()
     assert [row["site"] for row in back["sites"]] == study.site_names() and back["lost"] == []
     assert method == "proxyfl" or rounds_of(back) == [rounds] * 4
 
