@@ -229,25 +229,18 @@ def test_a_failing_rank_ends_the_job_with_one_line(pair, wsi_fl):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_wrong_number_of_ranks_is_refused_before_mpi_starts(pair, monkeypatch, resumed):
-    run = run_alone(pair) if resumed else None
-    if run:
-        (pair.root / run / "summary.json").unlink()
-    before = sorted(pair.root.rglob("*"))
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
-    begun = (lambda: resume_run(pair, run)) if run else (lambda: train(pair, method="proxyfl"))
-    refused(begun, "2 sites need 2 ranks, but 3 were started")
-    assert sorted(pair.root.rglob("*")) == before
-
-
-def test_two_jobs_on_one_run_are_refused(pair):
+def test_a_second_job_and_a_wrong_number_of_ranks_are_refused_before_mpi_starts(pair, monkeypatch):
     path = pair.root / run_alone(pair)
     (path / "summary.json").unlink()
     words = "another job still works on this run; wait for it, or end it"
     with (path / "sites" / "S1" / ".lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         refused(lambda: resume_run(pair, path.name, backend="local"), words, error=WsiFlError)
+    before = sorted(pair.root.rglob("*"))
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    for begun in (lambda: train(pair, method="proxyfl"), lambda: resume_run(pair, path.name)):
+        refused(begun, "2 sites need 2 ranks, but 3 were started")
+    assert sorted(pair.root.rglob("*")) == before
 
 
 def test_without_mpi_the_error_names_its_installation(study, monkeypatch, tmp_path):

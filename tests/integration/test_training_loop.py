@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import larger, larger_pair, metrics, model, nightly, same
 from conftest import larger_study as make_study
+from file_changes import edit, site_file
 from safetensors.torch import load_file
 from torch.nn import functional
 from training_runs import assert_resumes, dying, of_site, run_of
@@ -164,24 +165,19 @@ def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(pair, tmp_path)
         shutil.copytree(kept, path / "sites", dirs_exist_ok=True)
 
 
-def real_study(tmp_path, budget=""):
-    return make_study(tmp_path / "real", n_sites=2, site_extra=f"real = true\ndelta = 1e-5\n{budget}")
-
-
-def test_real_hospitals_are_never_trained_in_one_process(tmp_path):
-    with pytest.raises(WsiFlError, match="real hospital"):
-        run(real_study(tmp_path, "max_epsilon = 50.0"))
-
-
-def test_a_real_site_sends_nothing_unprotected_unless_its_file_allows_it(tmp_path):
-    study = real_study(tmp_path)
+def test_a_real_site_is_not_trained_beside_others_and_sends_nothing_unprotected_unless_its_file_allows_it(tmp_path):
+    study = make_study(tmp_path / "real", n_sites=2, site_extra="real = true\ndelta = 1e-5\nmax_epsilon = 50.0")
     words = r"sites/S0\.toml: a model without differential privacy.*\[\"model\"\]"
-    for override in (OPEN, "privacy.sigma=0", SEEDED):
-        with pytest.raises(WsiFlError, match=words):
+    for override, refusal in (
+        ("train.rounds=3", "real hospital"),
+        (OPEN, words),
+        ("privacy.sigma=0", words),
+        (SEEDED, words),
+    ):
+        with pytest.raises(WsiFlError, match=refusal):
             run(study, "proxyfl", override)
     for name in study.site_names():
-        file = study.root / "sites" / f"{name}.toml"
-        file.write_text(file.read_text() + 'allow = ["model", "patches"]\n')
+        edit(site_file(study, name), more='allow = ["model", "patches"]\n')
     assert model(run(study, "proxyfl", OPEN), "S0")
 
 
