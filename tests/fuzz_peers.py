@@ -1,6 +1,5 @@
 """Random messages of broken or hostile peers: mutated headers, bodies and documents of every kind."""
 
-import ast
 import importlib
 import json
 import random
@@ -83,13 +82,11 @@ def kinds(*, slow: bool = False) -> dict[str, Any]:
     found = {}
     for path in ROOT.rglob("*.py"):
         text, parts = path.read_text(encoding="utf-8"), path.relative_to(ROOT).with_suffix("").parts
-        if not re.search(r"code_document\(|exchange_documents\(|\.gather\(", text) or (
-            "synthesis" in parts and not slow
-        ):
+        told = re.findall(r"(?:code_document|exchange_documents|\.gather)\([^,]*,\s*(\w*)", text)
+        if not told or ("synthesis" in parts and not slow):
             continue
         module = importlib.import_module(".".join(("wsi_fl", *parts)))
-        told = [call.args[1] for call in ast.walk(ast.parse(text)) if isinstance(call, ast.Call) and len(call.args) > 1]
-        imported = [vars(module).get(one.id) for one in told if isinstance(one, ast.Name)]
+        imported = [vars(module).get(name) for name in told]
         own = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__]
         found |= {kind.__name__: kind for kind in (*imported, *own, PreflightDocument) if is_typeddict(kind)}
     return found
@@ -99,19 +96,20 @@ def kinds(*, slow: bool = False) -> dict[str, Any]:
 def example_of(kind: Any) -> dict[str, Any]:
     """Return a document of this kind with all required keys, mostly plain ones."""
     schema = TypeAdapter(kind).json_schema()
-    plain = {key: _plain(schema["properties"][key]) for key in schema.get("required", ())}
-    return plain | SAMPLES.get(kind.__name__, {})
+    return _plain(schema, schema.get("$defs", {})) | SAMPLES.get(kind.__name__, {})
 
 
-def _plain(schema: dict[str, Any]) -> Any:
+def _plain(schema: dict[str, Any], kinds: dict[str, Any]) -> Any:
     """Return a valid value of a field."""
+    schema = kinds.get(schema.get("$ref", "").rpartition("/")[2], schema)
     if "anyOf" in schema:
         return None
     if "enum" in schema:
         return schema["enum"][0]
+    if schema["type"] == "object":
+        return {key: _plain(schema["properties"][key], kinds) for key in schema.get("required", ())}
     hexadecimal = "ab" * (32 if "{64}" in schema.get("pattern", "") else 16)
-    some = {"boolean": True, "integer": 3, "number": 0.5, "string": hexadecimal, "array": [], "object": {}}
-    return some[schema["type"]]
+    return {"boolean": True, "integer": 3, "number": 0.5, "string": hexadecimal, "array": []}[schema["type"]]
 
 
 def bent_bytes(rng: random.Random, data: bytes) -> bytes:
