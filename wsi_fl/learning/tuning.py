@@ -42,7 +42,7 @@ class FittedHead:
     held_out: Probabilities | None
 
     @property
-    def fit_summary(self) -> dict[str, Any]:
+    def fit_summary(self) -> dict[str, object]:
         """Return the record of the fit for a run."""
         return {"by": "cross-validation", "strength": self.strength, "loss": self.loss}
 
@@ -117,11 +117,7 @@ def _cross_validate(
     evaluate: Callable[[NDArray[np.float64]], tuple[float, PredictionArray]],
     folds: Sequence[NDArray[np.bool_]],
 ) -> FittedHead:
-    """Return the head of the strength with the least loss on held-out rows.
-
-    Args:
-        evaluate: outputs float64[n, k] of all rows → their loss and predictions.
-    """
+    """Return the head of the strength with the least loss on held-out rows."""
     d, x = x.shape[1], x.astype(np.float64)
     basis = np.linalg.qr(x.T)[0] if len(x) < d else np.eye(d)
     rows, candidates = x @ basis, []

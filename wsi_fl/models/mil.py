@@ -142,10 +142,7 @@ def _landmark_means(x: Tensor) -> Tensor:
 
 
 def _attend_tokens(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the attention float32[n, units] of tokens of one bag, without n × n numbers in memory.
-
-    `bias`, float32[1, keys], is added to the scores.
-    """
+    """Return the attention float32[n, units] of tokens of one bag, without n × n numbers in memory."""
     attended = functional.scaled_dot_product_attention(
         _split_heads(q)[None], _split_heads(k)[None], _split_heads(v)[None], attn_mask=bias
     )
