@@ -132,10 +132,7 @@ class PrivacyLedger:
 
     def record_transmission(self, round_: int, *digests: str) -> None:
         """Record that a round is final: content of these SHA-256 is about to leave, so it is never trained again."""
-        with self._file.hold_lock():
-            for sha256 in digests:
-                self._require_newest(round_, sha256)
-            self._append_entry(self._line_head(round_) | {"sending": True})
+        self._record_departure(round_, *digests, sending=True)
 
     def settle_round(self, round_: int, sha256: str) -> None:
         """Check that the stored content of a resumed round is on record, and record that the round is final."""
@@ -146,6 +143,12 @@ class PrivacyLedger:
             self._require_newest(round_, sha256)
             if not current.final:
                 self._append_entry(self._line_head(round_) | {"sending": True})
+
+    def _record_departure(self, round_: int, *digests: str, **fields: object) -> None:
+        with self._file.hold_lock():
+            for sha256 in digests:
+                self._require_newest(round_, sha256)
+            self._append_entry(self._line_head(round_) | fields)
 
     def _line_head(self, round_: int) -> dict[str, object]:
         return {"run": self.run, "site": self.site, "round": round_}
@@ -298,10 +301,8 @@ class PrivacyLedger:
         `agreement` is the SHA-256 of that plan; "" for none.
         """
         sha256 = digest_values(vector)
-        with self._file.hold_lock():
-            self._require_newest(round_, sha256)
-            agreement_field = {"agreement": agreement} if agreement else {}
-            self._append_entry(self._line_head(round_) | {"sending": True, "again": True} | agreement_field)
+        agreement_field = {"agreement": agreement} if agreement else {}
+        self._record_departure(round_, sha256, sending=True, again=True, **agreement_field)
         return self._seal_release(round_, vector, schema, weight, sha256)
 
     def relay_mixture(
@@ -313,9 +314,7 @@ class PrivacyLedger:
         release itself, of SHA-256 `own_sha256`, had left.
         """
         sha256 = digest_values(vector)
-        with self._file.hold_lock():
-            self._require_newest(round_, own_sha256)
-            self._append_entry(self._line_head(round_) | {"relayed": sha256})
+        self._record_departure(round_, own_sha256, relayed=sha256)
         return self._seal_release(round_, vector, schema, weight, sha256)
 
     def _seal_release(self, round_: int, vector: ReleaseValues, schema: str, weight: float, sha256: str) -> Release:
