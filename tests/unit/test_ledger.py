@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import planned, refused
 
-from wsi_fl.privacy.accounting import _ORDERS, Mechanism, epsilon
+from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, PrivacyTerms
 from wsi_fl.privacy.ledger_file import Release, digest_values
 from wsi_fl.types import WsiFlError
@@ -196,19 +196,6 @@ def test_only_recorded_bytes_are_resent_at_no_cost_and_on_record(open_ledger):
     for run, round_, vector in (("one", 4, VECTOR + 1), ("one", 5, VECTOR), ("other", 4, VECTOR)):
         with pytest.raises(WsiFlError, match=UNKNOWN):
             send_again(open_ledger(run), round_, vector)
-
-
-@pytest.mark.parametrize("steps", [1, 20, 300])
-def test_the_ledger_costs_what_another_accountant_computes(open_ledger, steps):
-    accountants = pytest.importorskip("dp_accounting")
-    done = replace(ROUND, sample_rate=0.02, steps=steps)
-    for round_ in (1, 2):
-        release(open_ledger(), round_, done)
-    ledger, other = open_ledger(), accountants.rdp.RdpAccountant(list(_ORDERS))
-    assert ledger.list_mechanisms() == [done, done]
-    step = accountants.PoissonSampledDpEvent(done.sample_rate, accountants.GaussianDpEvent(done.sigma))
-    other.compose(step, 2 * steps)
-    assert ledger.epsilon() == pytest.approx(float(other.get_epsilon(DELTA)), rel=1e-4)
 
 
 def test_included_entries_count_for_their_run_alone(open_ledger):
