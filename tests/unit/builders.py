@@ -61,11 +61,23 @@ def clipped(each, clip):
     return [torch.einsum("n,n...->...", c, g) for g in each]
 
 
-def assert_sums(found, wanted, clip, rtol=1e-3):
-    """Check sums of clipped gradients parameter by parameter."""
-    for one, other in zip(found, wanted, strict=True):
-        assert one.shape == other.shape
-        assert float((one - other).norm()) <= rtol * float(other.norm()) + 1e-6 * clip
+def compare_with_loop(sums_of, model, x, y, rtol=1e-3):
+    """Check that sums, with some examples clipped, equal those of a loop over examples, parameter by parameter."""
+    each = each_gradient(model, x, y)
+    norms, told = norms_of(each), []
+    clip = float(norms.sort().values[: len(x) // 2 + 1].mean())
+    assert 0 < int((norms > clip).sum()) < len(x)
+
+    def weigh(found):
+        told.append(found)
+        return (clip / found).clamp(max=1.0)
+
+    sums, loss = sums_of(model, x, lambda logits: functional.cross_entropy(logits, y), weigh)
+    torch.testing.assert_close(torch.cat(told), norms.double(), rtol=rtol, atol=0.0)
+    for found, wanted in zip(sums, clipped(each, clip), strict=True):
+        assert found.shape == wanted.shape
+        assert float((found - wanted).norm()) <= rtol * float(wanted.norm()) + 1e-6 * clip
+    torch.testing.assert_close(loss, functional.cross_entropy(model(x), y).detach())
 
 
 def halves(picture, n=3):

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from builders import Net, assert_sums, clipped, each_gradient, norms_of, trainable, vary
+from builders import Net, compare_with_loop, trainable, vary
 from conftest import nightly
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -34,23 +34,6 @@ def loss_for(y):
     return lambda logits: functional.cross_entropy(logits, y)
 
 
-def compare(engine, model, x, y, rtol=1e-3):
-    """Check that the engine's sums, with some examples clipped, equal those of the loop."""
-    each = each_gradient(model, x, y)
-    norms, told = norms_of(each), []
-    clip = float(norms.sort().values[: len(x) // 2 + 1].mean())
-    assert 0 < int((norms > clip).sum()) < len(x)
-
-    def weigh(found):
-        told.append(found)
-        return (clip / found).clamp(max=1.0)
-
-    sums, loss = ENGINES[engine](model, x, loss_for(y), weigh)
-    torch.testing.assert_close(told[0], norms.double(), rtol=rtol, atol=0.0)
-    assert_sums(sums, clipped(each, clip), clip, rtol)
-    torch.testing.assert_close(loss, functional.cross_entropy(model(x), y).detach())
-
-
 def images(b, channels, size_px):
     x = torch.randn(b, channels, size_px, size_px, generator=torch.Generator().manual_seed(0))
     return x, torch.arange(b) % N_CLASSES
@@ -62,7 +45,7 @@ TIMM = ["convnext_atto", *nightly("resnet18", "efficientnet_lite0", "mobilenetv3
 @pytest.mark.parametrize("name", TIMM)
 def test_the_engine_that_a_timm_model_gets_sums_the_clipped_gradients_of_a_loop(name):
     model = vary(build_model(f"timm:{name}", 32, 3)).train()
-    compare("hooks" if find_obstacle(model) else "ghost", model, *images(2, 3, 32))
+    compare_with_loop(ENGINES["hooks" if find_obstacle(model) else "ghost"], model, *images(2, 3, 32))
 
 
 def check_layer(module, a):
@@ -252,7 +235,7 @@ def test_every_engine_sums_the_clipped_gradients_of_a_loop(name, engine):
     x, y = torch.randn(4, *shape), torch.arange(4) % N_CLASSES
     if "bags" in name:
         x[..., -1] = 1
-    compare(engine, make(), x.to(memory_format=torch.channels_last) if "last" in name else x, y)
+    compare_with_loop(ENGINES[engine], make(), x.to(memory_format=torch.channels_last) if "last" in name else x, y)
 
 
 def spoilt(net, x):
