@@ -124,18 +124,6 @@ def step(trainer, x, loss_of):
     return trainer.step(x, loss_of, CipherStream.from_entropy())
 
 
-def test_a_number_that_was_counted_in_each_batch_is_noticed_in_the_second():
-    trainer, _ = trainer_of(nn.Linear(D, 2))
-    x, y = data("vectors")
-
-    def balanced(rows):
-        share = float((y[rows] == 1).float().mean()) + 0.1
-        return lambda out: (functional.cross_entropy(out, y[rows], reduction="none") / share).mean()
-
-    step(trainer, x, balanced(slice(0, 8)))
-    refused(lambda: step(trainer, x[2:], balanced(slice(2, 8))), "a number in it was 0.225 and is 0.1")
-
-
 def test_a_model_changed_after_the_first_step_is_checked_again():
     model = nn.Sequential(nn.Linear(D, D), nn.Identity(), nn.Linear(D, 2))
     (x, y), (trainer, _) = data("vectors"), trainer_of(model)

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from builders import Net, refused
-from row_dependent_losses import B, Case, D, cross_entropy, data, losses, mlp, sparse_pool
+from row_dependent_losses import B, Case, D, cross_entropy, custom, data, losses, mlp, sparse_pool
 from test_dpsgd_sensitivity import Recorder, check_right, step, trainer_of, worst_move
 from torch import nn
 from torch.nn import functional
@@ -173,18 +173,6 @@ def of_classes(y):
     return lambda out: (losses(out, y) / (classes.float().mean(1) + 0.1)[y]).mean()
 
 
-def penalised(make):
-    """A penalty of the model's weights, which is no function of rows."""
-    model = make()
-    return (model, lambda out: functional.cross_entropy(out, data("vectors")[1]) + model[0].weight.square().sum())
-
-
-def consistent(make):
-    """The model called again, on rows that were changed."""
-    model, (x, y) = make(), data("vectors")
-    return model, lambda out: functional.cross_entropy(out, y) + (out - model(x + 0.1)).square().mean()
-
-
 def of_places(n, turned):
     """A loss that takes its rows from all there are, n times the batch, by places in a list or an array."""
 
@@ -277,55 +265,48 @@ def test_a_list_of_as_many_classes_as_a_batch_has_rows_is_no_rows():
     assert step(trainer, x[:2], table_of_classes(y[:2])) > 0
 
 
-@pytest.mark.parametrize("of", [penalised, consistent])
-def test_a_loss_that_uses_the_weights_is_refused(of):
-    model, loss = of(mlp)
-    trainer, _ = trainer_of(model)
-    refused(lambda: step(trainer, data("vectors")[0], loss), "depends on the model's weights", "weight_decay")
+def call_again(model, out, y):
+    return functional.cross_entropy(out, y) + (out - model(data("vectors")[0] + 0.1)).square().mean()
 
 
-class Centres(nn.Module):
-    """Learn a center for each class, to which its loss draws rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.centres = nn.Linear(D, 2), nn.Parameter(torch.randn(3, 2))
-
-    def forward(self, x):
-        return self.layer(x) + self.centres.sum(0)
+OF_WEIGHTS = {
+    "a penalty": (mlp, lambda model, out, y: functional.cross_entropy(out, y) + model[0].weight.square().sum()),
+    "the model called again": (mlp, call_again),
+    "weights as targets": (mlp, lambda model, out, y: functional.mse_loss(out, model[1].weight[:, :2][y])),
+    "learned centres of classes": (
+        lambda: custom(lambda net, x: net.last(x) + net.centres.sum(0), centres=nn.Parameter(torch.randn(3, 2))),
+        lambda model, out, y: functional.mse_loss(out, model.centres[y]),
+    ),
+}
 
 
 @pytest.mark.parametrize("unit", ["row", "patient"])
-@pytest.mark.parametrize(
-    ("make", "weights_of"), [(Centres, lambda net: net.centres), (mlp, lambda net: net[1].weight[:, :2])]
-)
-def test_weights_of_the_model_are_no_targets(make, weights_of, unit):
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_a_loss_that_uses_the_weights_is_refused(name, unit):
+    make, loss = OF_WEIGHTS[name]
     models = []
 
     def build():
         models.append(make())
         return models[-1]
 
-    with pytest.raises(UsageError, match="depends on the model's weights"):
-        worst_move(
-            build, lambda y: lambda out: functional.mse_loss(out, weights_of(models[-1])[y]), "vectors", unit, CLIP
-        )
+    with pytest.raises(UsageError, match=r"depends on the model's weights .*weight_decay"):
+        worst_move(build, lambda y: lambda out: loss(models[-1], out, y), "vectors", unit, CLIP)
 
 
-def of_tensor(weight):
-    weights = torch.tensor([weight])
-    return lambda out, y: functional.binary_cross_entropy_with_logits(out, y, pos_weight=weights)
+binary = functional.binary_cross_entropy_with_logits
 
 
-def of_new_tensor(weight):
-    return lambda out, y: functional.binary_cross_entropy_with_logits(out, y, pos_weight=torch.tensor([weight]))
-
-
-def of_module(weight):
-    return nn.BCEWithLogitsLoss(pos_weight=torch.tensor([weight]))
-
-
-@pytest.mark.parametrize("make", [of_tensor, of_new_tensor, of_module])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weight: partial(binary, pos_weight=torch.tensor([weight])),
+        lambda weight: lambda out, y: binary(out, y, pos_weight=torch.tensor([weight])),
+        lambda weight: nn.BCEWithLogitsLoss(pos_weight=torch.tensor([weight])),
+        lambda weight: lambda out, y: (binary(out, y, reduction="none") / weight).mean(),
+    ],
+    ids=["a tensor", "a new tensor", "a module", "a number"],
+)
 def test_a_weight_of_the_batch_is_noticed_when_it_changes(make):
     trainer, _ = trainer_of(nn.Linear(D, 2))
     x, y = data("vectors")
@@ -435,8 +416,9 @@ def test_a_table_of_shapes_that_was_filled_before_is_taken():
     assert step(trainer, x, cross_entropy(y)) > 0
 
 
+@dataclass(slots=True)
 class Slots:
-    __slots__ = ("mean",)
+    mean: torch.Tensor
 
 
 def learn_by_data(net, x):
@@ -457,10 +439,7 @@ def learn_in_slots(net, x):
 @pytest.mark.parametrize("run", [learn_by_data, learn_by_new_data, learn_in_slots])
 def test_a_slowly_updated_memory_is_refused_wherever_it_is_stored(run):
     def make():
-        net = Net(run, last=nn.Linear(D, 2), slots=Slots())
-        net.register_buffer("mean", torch.zeros(D))
-        net.slots.mean = torch.zeros(D)
-        return net
+        return custom(run, mean=nn.Buffer(torch.zeros(D)), slots=Slots(torch.zeros(D)))
 
     with pytest.raises(UsageError, match="a forward pass changes its"):
         worst_move(make, cross_entropy, "vectors", "row", CLIP)

@@ -127,7 +127,7 @@ class Cohort:
         Raises:
             UsageError: for another shape, or another number of labels or patients than of examples.
         """
-        n, unknown, columns = len(x), np.full(len(x), ""), dict[str, _Rows]()
+        n, unknown, columns = len(x), np.full(len(x), ""), dict[str, Any]()
         if isinstance(x, np.ndarray):
             read = _convert_inputs(x).__getitem__
         else:
