@@ -381,7 +381,6 @@ def encode_batches(batches: Iterable[_Patches], encoder: Encoder) -> _Features:
 
 
 def _regroup_batches(batches: Iterable[_Patches], encoder: Encoder) -> Iterator[_Patches]:
-    """Copy patches into batches of the encoder's size."""
     buffer: _Patches | None = None
     n_filled = 0
     for batch in batches:

@@ -93,7 +93,6 @@ def build_deepset(n_classes: int, n_features: int, hidden: int = _HIDDEN_UNITS, 
 
 
 def _deepset_attention(n_classes: int, n_features: int) -> nn.Module:
-    """Build a deep set with attention pooling."""
     score = nn.Sequential(nn.Linear(_HIDDEN_UNITS, _ATTENTION_UNITS), nn.Tanh(), nn.Linear(_ATTENTION_UNITS, 1))
     return build_deepset(n_classes, n_features, pool=_Attention(score))
 

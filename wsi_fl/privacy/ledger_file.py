@@ -44,8 +44,6 @@ class _LedgerLine(BaseModel):
 
 
 class _AppliedMechanism(_LedgerLine):
-    """The mechanism of an entry."""
-
     sigma: float = Field(ge=0)
     clip: float = Field(gt=0)
     sample_rate: float = Field(gt=0, le=1)
