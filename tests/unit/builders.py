@@ -28,6 +28,17 @@ class Net(nn.Module):
         return self.run(self, x)
 
 
+def cross_entropy(y):
+    return lambda out: functional.cross_entropy(out, y)
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps the gradient that it is given, float64[n]."""
+
+    def step(self, closure=None):
+        self.mean = torch.cat([p.grad.flatten().double() for p in self.param_groups[0]["params"]])
+
+
 def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -72,7 +83,7 @@ def compare_with_loop(sums_of, model, x, y, rtol=1e-3):
         told.append(found)
         return (clip / found).clamp(max=1.0)
 
-    sums, loss = sums_of(model, x, lambda logits: functional.cross_entropy(logits, y), weigh)
+    sums, loss = sums_of(model, x, cross_entropy(y), weigh)
     torch.testing.assert_close(torch.cat(told), norms.double(), rtol=rtol, atol=0.0)
     for found, wanted in zip(sums, clipped(each, clip), strict=True):
         assert found.shape == wanted.shape

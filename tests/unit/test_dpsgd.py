@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from builders import Net, clipped, each_gradient
+from builders import Net, clipped, cross_entropy, each_gradient
 from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +39,7 @@ def vector(model):
 def step(model, x, y, *, sigma, clip, divisor, noise=None, engine=None):
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = DPTrainer(model, sgd, sigma=sigma, clip=clip, batch_size=divisor, engine=engine)
-    return trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise or CipherStream.from_entropy())
+    return trainer.step(x, cross_entropy(y), noise or CipherStream.from_entropy())
 
 
 @EACH
@@ -264,8 +264,8 @@ def test_a_single_row_is_computed_alike_in_the_first_step_and_later(kind):
         DPTrainer(model, torch.optim.SGD(model.parameters(), lr=1.0), sigma=0.0, clip=0.3, batch_size=4)
         for model in (before, after)
     ]
-    trainers[0].step(x, lambda logits: functional.cross_entropy(logits, y), CipherStream.from_entropy())
+    trainers[0].step(x, cross_entropy(y), CipherStream.from_entropy())
     after.load_state_dict(before.state_dict())
     for trainer in trainers:
-        trainer.step(lone, lambda logits: functional.cross_entropy(logits, label), CipherStream.from_entropy())
+        trainer.step(lone, cross_entropy(label), CipherStream.from_entropy())
     assert torch.equal(vector(before), vector(after))

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from builders import Net, clipped, norms_of, refused
-from row_dependent_losses import PATIENTS, RIGHT, WRONG, B, Case, D, cross_entropy, data, mlp
+from builders import Net, Recorder, clipped, cross_entropy, norms_of, refused
+from row_dependent_losses import PATIENTS, RIGHT, WRONG, B, Case, D, data, mlp
 from torch import nn
 from torch.nn import functional
 
@@ -11,13 +11,6 @@ from wsi_fl.privacy import engine_selection, row_independence
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.types import UsageError
-
-
-class Recorder(torch.optim.SGD):
-    """Keeps the gradient that it is given, float64[n]."""
-
-    def step(self, closure=None):
-        self.mean = torch.cat([p.grad.flatten().double() for p in self.param_groups[0]["params"]])
 
 
 def clipped_sum(make, loss_for, x, y, clip, patient=None):

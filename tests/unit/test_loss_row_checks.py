@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from builders import Net, refused
-from row_dependent_losses import B, Case, D, cross_entropy, custom, data, losses, mlp, sparse_pool
-from test_dpsgd_sensitivity import Recorder, check_right, step, trainer_of, worst_move
+from builders import Net, Recorder, cross_entropy, refused
+from row_dependent_losses import B, Case, D, custom, data, losses, mlp, sparse_pool
+from test_dpsgd_sensitivity import check_right, step, trainer_of, worst_move
 from torch import nn
 from torch.nn import functional
 

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from builders import Net, compare_with_loop, trainable, vary
+from builders import Net, compare_with_loop, cross_entropy, trainable, vary
 from conftest import nightly
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -28,10 +28,6 @@ EACH = pytest.mark.parametrize("engine", ENGINES)
 
 def build_model(name, size_px=16, channels=1):
     return create_model(name, n_classes=N_CLASSES, shape=Images(channels, size_px), seed=0)
-
-
-def loss_for(y):
-    return lambda logits: functional.cross_entropy(logits, y)
 
 
 def images(b, channels, size_px):
@@ -269,7 +265,7 @@ def fold_images(net, x):
 def test_ghost_stops_where_it_cannot_see_a_layers_gradient(model, words):
     x, y = images(3, 1, 6)
     with pytest.raises((WsiFlError, RuntimeError), match=words):
-        ENGINES["ghost"](model, x, loss_for(y), torch.ones_like)
+        ENGINES["ghost"](model, x, cross_entropy(y), torch.ones_like)
     assert not any(m._forward_hooks for m in model.modules())
 
 
@@ -302,7 +298,7 @@ def test_a_network_of_timm_with_group_norms_goes_by_ghost():
 def test_a_model_is_left_unchanged_without_warnings(engine, recwarn):
     model = build_model("gn_cnn")
     x, y = images(3, 1, 16)
-    ENGINES[engine](model, x, loss_for(y), torch.ones_like)
+    ENGINES[engine](model, x, cross_entropy(y), torch.ones_like)
     assert not [w for w in recwarn if "backward hook" in str(w.message)]
     with pytest.raises(ZeroDivisionError):
         ENGINES[engine](model, x, lambda logits: logits.sum() / (1 // 0), torch.ones_like)

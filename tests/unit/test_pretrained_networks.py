@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import timm
 import torch
-from builders import compare_with_loop, vary
+from builders import compare_with_loop, cross_entropy, vary
 from conftest import published, refused
 from safetensors.torch import save_file
-from torch.nn import functional
 
 from wsi_fl.models import StartWeights, create_model, schema_digest, start_digest
 from wsi_fl.models.weights import load_weights, read_weights
@@ -84,7 +83,7 @@ def test_a_step_moves_the_trained_part_and_nothing_else(files, train):
     before = {name: one.clone() for name, one in model.state_dict().items()}
     trainer = DPTrainer(model, torch.optim.SGD(trainable_parameters(model), lr=1.0), sigma=1.0, clip=1.0, batch_size=2)
     x, y = batch(2)
-    trainer.step(x, lambda logits: functional.cross_entropy(logits, y), CipherStream.from_entropy())
+    trainer.step(x, cross_entropy(y), CipherStream.from_entropy())
     moved = {name for name, one in model.state_dict().items() if not torch.equal(one, before[name])}
     assert moved == {name for name, p in model.named_parameters() if p.requires_grad}
     assert all("running" not in name for name in moved)
