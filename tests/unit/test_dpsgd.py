@@ -163,15 +163,9 @@ def test_models_with_other_gradients_are_refused_in_one_line(model, shape, n_cla
     assert "\n" not in str(caught.value)
 
 
-class Scale(nn.Module):
+def scale():
     """A parameter of its own, in a type of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.scale * x
+    return Net(lambda net, z: net.factor * z, factor=nn.Parameter(torch.ones(())))
 
 
 def twist_in_place(z):
@@ -189,7 +183,7 @@ def twist_in_place(z):
         (lambda: flat(nn.Dropout(0.5)), "ghost"),
         (lambda: flat(nn.PReLU()), "hooks"),
         (lambda: scaled_network(twist_in_place), "singly"),
-        (lambda: scaled_network("scale", scale=Scale()), "singly"),
+        (lambda: scaled_network("scale", scale=scale()), "singly"),
         (lambda: Net(use_weight_outside, conv=nn.Conv2d(1, 2, 3, bias=False), head=nn.Linear(72, 3)), "singly"),
     ],
 )
@@ -216,15 +210,9 @@ def test_the_check_finds_norms_that_are_wrong(monkeypatch):
     assert check_per_example_gradients(net(), (1, 16, 16), 3) == "singly"
 
 
-class Halved(nn.Module):
-    """A linear layer; with `chance` it drops its output at random in any mode."""
-
-    def __init__(self, chance):
-        super().__init__()
-        self.linear, self.chance = nn.Linear(4, 3), chance
-
-    def forward(self, x):
-        return functional.dropout(self.linear(x), self.chance, training=True) if self.chance else self.linear(x)
+def halved(net, x):
+    """Drops half of its output at random in any mode."""
+    return functional.dropout(net.linear(x), 0.5, training=True)
 
 
 @pytest.fixture
@@ -246,12 +234,18 @@ def another_thread_draws():
 def test_random_draws_of_another_thread_are_not_blamed_on_a_model(another_thread_draws):
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     for _ in range(20):
-        assert np.isfinite(step(Halved(0.0), x, y, sigma=1.0, clip=1.0, divisor=8))
+        assert np.isfinite(
+            step(Net(lambda net, x: net.linear(x), linear=nn.Linear(4, 3)), x, y, sigma=1.0, clip=1.0, divisor=8)
+        )
 
 
 def test_random_numbers_of_a_model_are_refused_while_other_threads_draw(another_thread_draws):
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
-    refused(lambda: step(Halved(0.5), x, y, sigma=1.0, clip=1.0, divisor=8), "random numbers", error=UsageError)
+    refused(
+        lambda: step(Net(halved, linear=nn.Linear(4, 3)), x, y, sigma=1.0, clip=1.0, divisor=8),
+        "random numbers",
+        error=UsageError,
+    )
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn1", "gn_cnn"])
