@@ -2,11 +2,13 @@
 
     python benchmarks/noise_attack.py release FOLDER [--per-site 150] [--clip 0.01] [--target-epsilon 1]
     python benchmarks/noise_attack.py attack FOLDER/release.npz [--tries 3] [--out FOLDER/attack.json]
+    python benchmarks/noise_attack.py prove
 
 `release` makes a study of synthetic images, trains one round of ProxyFL with an MLP of 2.5 million parameters, as
 `wsi-fl train` does it, and keeps what a peer knows: the proxy before and after, and the plan. Beside it lies the true
 sum of clipped gradients, which nobody may learn, to compare with. σC / B must be small enough that Adam's first step
 can be undone: below about 10⁻³ with Adam's ε of 10⁻⁸. `attack` needs no wsi-fl; `attacks/noise.py` explains it.
+`prove` attacks a step of that size with noise of PyTorch's Mersenne Twister, whose state it must find.
 
 `found` says whether the generator's state was found. Where it was, `correlation` is that of the predicted noise with
 the released step, and `cosine` that of the release without its noise with the true sum, over the numbers that rounding
@@ -23,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attacks.noise import Release, attack
+from attacks.noise import MT19937, Release, attack, simulate_noise, simulate_release
 from numpy.typing import NDArray
 
 _SIZE_PX = 64
 _SITES, _SITE = 2, "S1"
+_MLP_SIZES = (200 * 12_288, 200, 200 * 200, 200, 400, 2)
+"""Of the parameters of the MLP on images of 64 pixels."""
 _LR, _ADAM_EPS, _SEED = 1e-3, 1e-8, 0
 _PIPELINE = """
 [model]
@@ -134,6 +138,7 @@ def main() -> None:
     trying.add_argument("file", type=Path, help="release.npz")
     trying.add_argument("--tries", type=int, default=3, help="with other signs, while nothing is found")
     trying.add_argument("--out", type=Path, help="JSON of what was found")
+    verbs.add_parser("prove", help="find the state of PyTorch's generator")
     given = parser.parse_args()
     if given.verb == "release":
         found = release(
@@ -141,6 +146,10 @@ def main() -> None:
         )
         found.save(given.folder / "release.npz")
         return
+    if given.verb == "prove":
+        told = attack(simulate_release(simulate_noise(MT19937, _MLP_SIZES), _MLP_SIZES))
+        print(json.dumps(told, indent=1))
+        raise SystemExit(not (told["found"] and told["cosine"] > 0.999))
     told = json.dumps(attack(Release.load(given.file), tries=given.tries), indent=1)
     print(told)
     if given.out is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -218,18 +218,26 @@ class GridSpec:
     stride_px: int
 
 
-def _require_equal_lengths(table: BagTable | PatchTable) -> None:
-    columns = {f.name: getattr(table, f.name) for f in fields(table)}
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"columns of unequal length: {lengths}")
-    for name, column in columns.items():
-        if column.dtype.kind == "U" and column.ndim != 1:
-            raise ValueError(f"column {name} has {column.ndim} dimensions instead of one")
+class _Table:
+    """Columns of equal length."""
+
+    label: NDArray[Any]
+
+    def __post_init__(self) -> None:
+        columns = vars(self)
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns of unequal length: {lengths}")
+        for name, column in columns.items():
+            if column.dtype.kind == "U" and column.ndim != 1:
+                raise ValueError(f"column {name} has {column.ndim} dimensions instead of one")
+
+    def __len__(self) -> int:
+        return len(self.label)
 
 
 @dataclass(frozen=True)
-class BagTable:
+class BagTable(_Table):
     """The columns of s bags, one per slide; every array has length s."""
 
     label: NDArray[Any]
@@ -240,19 +248,9 @@ class BagTable:
     patient: NDArray[np.str_]
     split: NDArray[np.str_]
 
-    def __post_init__(self) -> None:
-        _require_equal_lengths(self)
-
-    def __len__(self) -> int:
-        return len(self.label)
-
-    def take(self, bags: NDArray[np.int64] | NDArray[np.bool_]) -> BagTable:
-        """Return the bags at these positions or in a mask."""
-        return BagTable(**{f.name: getattr(self, f.name)[bags] for f in fields(self)})
-
 
 @dataclass(frozen=True)
-class PatchTable:
+class PatchTable(_Table):
     """The columns of n patches; every array has length n."""
 
     xy_l0: NDArray[np.int64]
@@ -274,15 +272,9 @@ class PatchTable:
         xy, fraction = np.zeros((n, 2), np.int64), np.full(n, np.nan, np.float32)
         return PatchTable(xy, label, fraction, np.full(n, slide), np.array(patient), np.full(n, split))
 
-    def __post_init__(self) -> None:
-        _require_equal_lengths(self)
-
-    def __len__(self) -> int:
-        return len(self.label)
-
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> PatchTable:
         """Return the rows at these positions, in a mask or in a slice."""
-        return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        return PatchTable(**{name: column[rows] for name, column in vars(self).items()})
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,26 @@ class Release:
         return np.sign(u) * g * scale, wrong * scale
 
 
+def simulate_release(noise: NDArray[np.float64], sizes: tuple[int, ...]) -> Release:
+    """Return a peer's view of one step of Adam on random gradients under this noise, float64[d] in units of σC."""
+    sigma, clip, batch_size, lr, eps = 3.7, 0.01, 150, 1e-3, 1e-8
+    rng = np.random.default_rng(0)
+    true = rng.standard_normal(len(noise))
+    true *= 0.1 * batch_size * clip / np.linalg.norm(true)  # gradients agree in part
+    start = rng.uniform(-0.01, 0.01, len(noise)).astype(np.float32)
+    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    gradient = (true + np.nan_to_num(noise) * sigma * clip) / batch_size
+    parameter.grad = torch.from_numpy(gradient.astype(np.float32))
+    torch.optim.Adam([parameter], lr=lr, eps=eps, fused=True).step()
+    return Release(start, parameter.detach().numpy(), sizes, lr, eps, sigma, clip, batch_size, true_sum=true)
+
+
+def simulate_noise(twister: Twister, sizes: tuple[int, ...]) -> NDArray[np.float64]:
+    """Return the noise of parameters of these sizes from a fixed state: some others make a certain sign wrong."""
+    first = np.random.default_rng(0).integers(1 << 32, size=twister.n, dtype=np.uint32)
+    return noise_of(tempered(twister.words(first, twister.n + words_of(sizes))[twister.n :]), sizes)
+
+
 _ARITHMETIC = 1e-7
 """Of Adam's own float32 numbers, relative."""
 

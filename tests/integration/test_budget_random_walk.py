@@ -34,9 +34,6 @@ from wsi_fl.study.folder import Study
 from wsi_fl.system.tensors import load_document
 from wsi_fl.types import WsiFlError
 
-dp_accounting = pytest.importorskip("dp_accounting")
-from dp_accounting import pld, rdp  # noqa: E402
-
 LIMIT, DELTA = 3.0, 1e-5
 ORDERS = [1 + k / 10 for k in range(10, 100)] + list(range(12, 64))
 METHODS = ["proxyfl", "fedavg", "fml", "cwt", "avgpush", "regular"]
@@ -147,12 +144,12 @@ class Observed:
         The former is the tightest known bound. The latter is the value of the ledger, to the four digits to which the
         two libraries agree.
         """
+        dp = pytest.importorskip("dp_accounting")
         steps = Counter(step for steps in self.sent.values() for step in steps)
         found = []
-        for accountant in (pld.PLDAccountant(), rdp.RdpAccountant(ORDERS)):
+        for accountant in (dp.pld.PLDAccountant(), dp.rdp.RdpAccountant(ORDERS)):
             for (sigma, rate), n in steps.items():
-                event = dp_accounting.GaussianDpEvent(sigma)
-                accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, event), n)
+                accountant.compose(dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(sigma)), n)
             found.append(float(accountant.get_epsilon(DELTA)))
         return found
 

@@ -1,23 +1,18 @@
 """Tests of patients as privacy units: clipping, sampling, accounting, and the group ε of a run per row."""
 
 import json
-from functools import partial
 from itertools import product
 from math import comb, exp, inf, log, log1p
 
 import numpy as np
 import pytest
-import torch
 from conftest import edited, interrupted_after, make_study, planned, refused, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opacus.accountants import RDPAccountant
 from scipy.special import logsumexp
 from scipy.stats import norm
-from torch.nn import functional
 
 from wsi_fl.data.privacy_units import patient_units, row_units
-from wsi_fl.models import create_model
 from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import (
     WHOLE_ORDERS,
@@ -29,83 +24,14 @@ from wsi_fl.privacy.accounting import (
     plan_mechanism,
 )
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import DPTrainer, _sum_unit_gradients
 from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.training.privacy_cost import compute_privacy
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
-from wsi_fl.types import Images, WsiFlError
+from wsi_fl.types import WsiFlError
 
 PATIENT = "privacy.unit=patient"
-
-
-def net(kind="mlp", seed=0):
-    return create_model(kind, n_classes=3, shape=Images(3, 16), seed=seed)
-
-
-def batch(patients, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(len(patients), 3, 16, 16, generator=generator)
-    y = torch.randint(3, (len(patients),), generator=generator)
-    return x, y, torch.tensor(patients)
-
-
-def row_gradients(model, x, y):
-    """[b, d], one backward pass per row."""
-    rows = []
-    for k in range(len(x)):
-        loss = functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1])
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
-    return torch.stack(rows)
-
-
-def step(model, x, y, patient, *, clip, divisor, sigma=0.0):
-    """Return the update of one step of SGD with learning rate 1, [d]."""
-    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    trainer = DPTrainer(model, optimizer, sigma=sigma, clip=clip, batch_size=divisor, unit="patient")
-    trainer.step(x, lambda z: functional.cross_entropy(z, y), CipherStream.from_entropy(), patient)
-    return before - torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-@pytest.mark.parametrize(("kind", "clip"), [("mlp", 0.05), ("mlp", 100.0), ("cnn1", 0.8), ("gn_cnn_small", 0.05)])
-def test_a_step_sums_the_clipped_mean_gradient_of_every_patient(kind, clip):
-    patients = [7, 2, 7, 7, 0, 2, 7]
-    x, y, patient = batch(patients)
-    rows = row_gradients(net(kind), x, y)
-    wanted = torch.zeros_like(rows[0])
-    for one in set(patients):
-        mean = rows[patient == one].mean(0)
-        wanted += mean * min(1.0, clip / float(mean.norm()))
-    found = step(net(kind), x, y, patient, clip=clip, divisor=5)
-    torch.testing.assert_close(found, wanted / 5, rtol=1e-3, atol=1e-6)
-    refused(lambda: step(net(), x, y, None, clip=1, divisor=2), "needs the patient of each row", error=WsiFlError)
-
-
-def test_the_chunk_size_does_not_change_a_step():
-    x, y, patient = batch([0] * 7 + [1] * 2)
-
-    def sums(chunk):
-        loss, weigh = partial(functional.cross_entropy, target=y), lambda n: (0.1 / n).clamp(max=1)
-        ends = _sum_unit_gradients(net(), x, patient, loss, weigh, chunk=chunk)
-        return torch.cat([g.flatten() for g in ends[0]]), ends[1]
-
-    (whole, loss), (parts, same) = sums(64), sums(2)
-    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(same, loss)
-    torch.testing.assert_close(loss, functional.cross_entropy(net()(x), y))
-
-
-@pytest.mark.parametrize("n_rows", [1, 40])
-def test_a_patient_moves_the_model_by_at_most_C_over_B_however_many_rows(n_rows):
-    x, y, patient = batch([0, 0, 1] + [9] * n_rows)
-    x[3:] *= 50
-    steps = [step(net(), x[:n], y[:n], patient[:n], clip=0.3, divisor=4) for n in (len(x), 3)]
-    moved = float((steps[0] - steps[1]).norm())
-    assert 0.9 * 0.3 / 4 < moved <= 0.3 / 4 * (1 + 1e-4)
-    empty = step(net(), x[:0], y[:0], patient[:0], clip=1.0, divisor=2, sigma=3.0)
-    assert abs(float(empty.std()) / 1.5 - 1) < 0.05  # a step of noise
 
 
 def test_patients_enter_whole_independently_and_at_their_rate():
@@ -176,9 +102,7 @@ def test_epsilon_of_patients_agrees_with_independent_calculations(trained_run):
     for row, n_patients in zip(summary["sites"], (6, 9), strict=True):
         assert (row["unit"], row["n_units"]) == ("patient", n_patients)
         steps = -(-n_patients // 2)
-        opacus = RDPAccountant()
-        opacus.history = [(1.4, 1 / steps, 3 * steps)]
-        assert row["epsilon"] == pytest.approx(opacus.get_epsilon(1e-5), rel=1e-9)
+        assert row["epsilon"] == pytest.approx(epsilon([Mechanism(1.4, 1.0, 1 / steps, 3 * steps)], 1e-5), rel=1e-9)
         lines = map(json.loads, study.ledger_path(row["site"]).read_text().splitlines())
         spent = [line for line in lines if line.get("mechanism")]
         assert [line["unit"] for line in spent] == ["patient"] * 3

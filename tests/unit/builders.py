@@ -28,6 +28,17 @@ class Net(nn.Module):
         return self.run(self, x)
 
 
+def cross_entropy(y):
+    return lambda out: functional.cross_entropy(out, y)
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps the gradient that it is given, float64[n]."""
+
+    def step(self, closure=None):
+        self.mean = torch.cat([p.grad.flatten().double() for p in self.param_groups[0]["params"]])
+
+
 def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -61,11 +72,23 @@ def clipped(each, clip):
     return [torch.einsum("n,n...->...", c, g) for g in each]
 
 
-def assert_sums(found, wanted, clip, rtol=1e-3):
-    """Check sums of clipped gradients parameter by parameter."""
-    for one, other in zip(found, wanted, strict=True):
-        assert one.shape == other.shape
-        assert float((one - other).norm()) <= rtol * float(other.norm()) + 1e-6 * clip
+def compare_with_loop(sums_of, model, x, y, rtol=1e-3):
+    """Check that sums, with some examples clipped, equal those of a loop over examples, parameter by parameter."""
+    each = each_gradient(model, x, y)
+    norms, told = norms_of(each), []
+    clip = float(norms.sort().values[: len(x) // 2 + 1].mean())
+    assert 0 < int((norms > clip).sum()) < len(x)
+
+    def weigh(found):
+        told.append(found)
+        return (clip / found).clamp(max=1.0)
+
+    sums, loss = sums_of(model, x, cross_entropy(y), weigh)
+    torch.testing.assert_close(torch.cat(told), norms.double(), rtol=rtol, atol=0.0)
+    for found, wanted in zip(sums, clipped(each, clip), strict=True):
+        assert found.shape == wanted.shape
+        assert float((found - wanted).norm()) <= rtol * float(wanted.norm()) + 1e-6 * clip
+    torch.testing.assert_close(loss, functional.cross_entropy(model(x), y).detach())
 
 
 def halves(picture, n=3):

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from builders import Net, clipped, each_gradient
+from builders import Net, clipped, cross_entropy, each_gradient
 from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +39,7 @@ def vector(model):
 def step(model, x, y, *, sigma, clip, divisor, noise=None, engine=None):
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = DPTrainer(model, sgd, sigma=sigma, clip=clip, batch_size=divisor, engine=engine)
-    return trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise or CipherStream.from_entropy())
+    return trainer.step(x, cross_entropy(y), noise or CipherStream.from_entropy())
 
 
 @EACH
@@ -132,10 +132,11 @@ def test_the_check_passes_our_models_and_leaves_them_and_the_generator_as_they_w
     assert all(m.training and not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
-def test_the_gradient_check_handles_weights_initialized_to_zero():
-    silent = scaled_network(lambda z: z - z.mean(0, keepdim=True))  # the fault is behind a gain of zero
-    nn.init.zeros_(silent.head.weight)
-    refused(lambda: check_per_example_gradients(silent, (1, 8, 8), 3), "ties the rows")
+def silent():
+    """A fault behind a gain of zero."""
+    model = scaled_network(lambda z: z - z.mean(0, keepdim=True))
+    nn.init.zeros_(model.head.weight)
+    return model
 
 
 def use_weight_outside(net, x):
@@ -147,6 +148,7 @@ def use_weight_outside(net, x):
     ("model", "shape", "n_classes", "message"),
     [
         (scaled_network(lambda z: z - z.mean(0, keepdim=True)), (1, 8, 8), 3, "ties the rows of a batch together"),
+        (silent(), (1, 8, 8), 3, "ties the rows"),
         (scaled_network(nn.ReLU(), idle=nn.Linear(2, 2)), (1, 8, 8), 3, "does not depend on idle.weight; freeze it"),
         (scaled_network(nn.ReLU()), (1, 9, 9), 3, "cannot take images of 1×9×9: "),
         (scaled_network(nn.ReLU()), (3, 8, 8), 3, "cannot take images of 3×8×8: "),
@@ -161,15 +163,9 @@ def test_models_with_other_gradients_are_refused_in_one_line(model, shape, n_cla
     assert "\n" not in str(caught.value)
 
 
-class Scale(nn.Module):
+def scale():
     """A parameter of its own, in a type of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.scale * x
+    return Net(lambda net, z: net.factor * z, factor=nn.Parameter(torch.ones(())))
 
 
 def twist_in_place(z):
@@ -187,7 +183,7 @@ def twist_in_place(z):
         (lambda: flat(nn.Dropout(0.5)), "ghost"),
         (lambda: flat(nn.PReLU()), "hooks"),
         (lambda: scaled_network(twist_in_place), "singly"),
-        (lambda: scaled_network("scale", scale=Scale()), "singly"),
+        (lambda: scaled_network("scale", scale=scale()), "singly"),
         (lambda: Net(use_weight_outside, conv=nn.Conv2d(1, 2, 3, bias=False), head=nn.Linear(72, 3)), "singly"),
     ],
 )
@@ -214,15 +210,9 @@ def test_the_check_finds_norms_that_are_wrong(monkeypatch):
     assert check_per_example_gradients(net(), (1, 16, 16), 3) == "singly"
 
 
-class Halved(nn.Module):
-    """A linear layer; with `chance` it drops its output at random in any mode."""
-
-    def __init__(self, chance):
-        super().__init__()
-        self.linear, self.chance = nn.Linear(4, 3), chance
-
-    def forward(self, x):
-        return functional.dropout(self.linear(x), self.chance, training=True) if self.chance else self.linear(x)
+def halved(net, x):
+    """Drops half of its output at random in any mode."""
+    return functional.dropout(net.linear(x), 0.5, training=True)
 
 
 @pytest.fixture
@@ -244,12 +234,18 @@ def another_thread_draws():
 def test_random_draws_of_another_thread_are_not_blamed_on_a_model(another_thread_draws):
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     for _ in range(20):
-        assert np.isfinite(step(Halved(0.0), x, y, sigma=1.0, clip=1.0, divisor=8))
+        assert np.isfinite(
+            step(Net(lambda net, x: net.linear(x), linear=nn.Linear(4, 3)), x, y, sigma=1.0, clip=1.0, divisor=8)
+        )
 
 
 def test_random_numbers_of_a_model_are_refused_while_other_threads_draw(another_thread_draws):
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
-    refused(lambda: step(Halved(0.5), x, y, sigma=1.0, clip=1.0, divisor=8), "random numbers", error=UsageError)
+    refused(
+        lambda: step(Net(halved, linear=nn.Linear(4, 3)), x, y, sigma=1.0, clip=1.0, divisor=8),
+        "random numbers",
+        error=UsageError,
+    )
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn1", "gn_cnn"])
@@ -262,8 +258,8 @@ def test_a_single_row_is_computed_alike_in_the_first_step_and_later(kind):
         DPTrainer(model, torch.optim.SGD(model.parameters(), lr=1.0), sigma=0.0, clip=0.3, batch_size=4)
         for model in (before, after)
     ]
-    trainers[0].step(x, lambda logits: functional.cross_entropy(logits, y), CipherStream.from_entropy())
+    trainers[0].step(x, cross_entropy(y), CipherStream.from_entropy())
     after.load_state_dict(before.state_dict())
     for trainer in trainers:
-        trainer.step(lone, lambda logits: functional.cross_entropy(logits, label), CipherStream.from_entropy())
+        trainer.step(lone, cross_entropy(label), CipherStream.from_entropy())
     assert torch.equal(vector(before), vector(after))

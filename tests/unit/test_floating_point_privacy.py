@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from builders import Net
+from builders import Net, Recorder, cross_entropy
 from conftest import refused
 from torch import nn
 from torch.nn import functional
@@ -26,30 +26,13 @@ WAYS = (*ENGINES, "patient")
 N_CLASSES = 3
 
 
-class Given:
-    """A replacement of an optimizer that keeps its gradient, (sum + noise) / B."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def step(self):
-        self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()])
-
-    def zero_grad(self):
-        self.model.zero_grad()
-
-
 def gradient(model, x, loss_of, *, way="ghost", sigma=0.0, clip=1.0, divisor=1, seed=0):
-    """Return float32[d], the gradient that one step hands to the optimizer."""
-    given, unit = Given(model), "patient" if way == "patient" else "row"
+    """Return float32[d], the gradient that one step hands to the optimizer, (sum + noise) / B."""
+    given, unit = Recorder(model.parameters()), "patient" if way == "patient" else "row"
     engine = None if way == "patient" else way
     trainer = DPTrainer(model, given, sigma=sigma, clip=clip, batch_size=divisor, engine=engine, unit=unit)
     trainer.step(x, loss_of, CipherStream.from_seed(seed), torch.arange(len(x)))
-    return given.gradient
-
-
-def loss_for(y):
-    return lambda logits: functional.cross_entropy(logits, y)
+    return given.mean.float()
 
 
 def test_noise_exceeds_the_largest_float32_normal_number():
@@ -87,7 +70,7 @@ def test_private_training_has_no_dropout():
     model, found = nn.Sequential(nn.Dropout(0.5), model), []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        found.append(gradient(model.train(), x, loss_for(y)))
+        found.append(gradient(model.train(), x, cross_entropy(y)))
     assert torch.equal(*found) and float(found[0].norm()) > 0
     drawing = Net(forgetful, weight=nn.Parameter(torch.randn(N_CLASSES, 16)))
     for one in (drawing, nn.Sequential(nn.Flatten(), Net(rarely), nn.Linear(16, N_CLASSES))):
@@ -99,7 +82,7 @@ def test_private_training_has_no_dropout():
 def test_a_gradient_of_millions_of_equal_numbers_is_clipped_to_C(way):
     """Added one by one, four million equal squares come out 10⁻³ too few."""
     model = nn.Linear(2**21, 2, bias=False)
-    found = gradient(model, torch.full((1, 2**21), 1.1), loss_for(torch.tensor([1])), way=way, clip=0.7)
+    found = gradient(model, torch.full((1, 2**21), 1.1), cross_entropy(torch.tensor([1])), way=way, clip=0.7)
     assert 0.7 * (1 - 3e-6) < float(found.double().norm()) <= 0.7
 
 
@@ -142,7 +125,7 @@ def build_case(name, b):
 def test_one_example_moves_the_sum_by_at_most_C(name, way):
     for factor in (0.0, 1.0, 1e4, 1e12, 1e18, 1e30):
         model, x, y = build_case(name, 1)
-        found = gradient(model, x * factor, loss_for(y), way=way, clip=0.3)
+        found = gradient(model, x * factor, cross_entropy(y), way=way, clip=0.3)
         assert float(found.double().norm()) <= 0.3, factor
 
 
@@ -184,6 +167,6 @@ def test_a_gradient_near_the_end_of_float32_is_clipped_to_C_too(clip):
 def test_a_batch_without_finite_gradients_is_a_step_of_noise(name, way):
     model, x, y = build_case(name, 3)
     x.view(3, -1)[:, 0] = torch.nan
-    found = gradient(model, x, loss_for(y), way=way, sigma=2.0, seed=4)
-    assert torch.equal(found, gradient(model, x[:0], loss_for(y[:0]), sigma=2.0, seed=4))
+    found = gradient(model, x, cross_entropy(y), way=way, sigma=2.0, seed=4)
+    assert torch.equal(found, gradient(model, x[:0], cross_entropy(y[:0]), sigma=2.0, seed=4))
     assert torch.isfinite(found).all()

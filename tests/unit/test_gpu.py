@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-import timm
 import torch
 from builders import clipped, each_gradient, norms_of
 from safetensors.torch import save_file
@@ -113,6 +112,8 @@ def test_training_on_the_gpu_matches_the_processor(dp):
 
 def encode_patches(folder, name, **how):
     """Return the features of forty patches by random weights."""
+    import timm
+
     torch.manual_seed(0)
     path = folder / "weights.safetensors"
     save_file(timm.create_model(name, num_classes=0).state_dict(), path)

@@ -5,9 +5,9 @@ from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
-from conftest import refused
+from conftest import planned, refused
 
-from wsi_fl.privacy.accounting import _ORDERS, Mechanism, epsilon
+from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, PrivacyTerms
 from wsi_fl.privacy.ledger_file import Release, digest_values
 from wsi_fl.types import WsiFlError
@@ -31,8 +31,8 @@ def limit(rounds, more=1e-9):
 
 @pytest.fixture
 def open_ledger(tmp_path):
-    def open_(run="one", includes=(), **terms):
-        terms = PrivacyTerms(delta=DELTA, **terms)
+    def open_(run="one", includes=(), delta=DELTA, **terms):
+        terms = PrivacyTerms(delta=delta, **terms)
         return PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run=run, terms=terms, includes=includes)
 
     return open_
@@ -45,6 +45,15 @@ def release(ledger, round_, mechanism=ROUND, vector=VECTOR):
 def record(ledger, *rounds):
     for round_ in rounds:
         ledger.record(round_, ROUND)
+
+
+def send_again(ledger, round_=1, vector=VECTOR, **given):
+    return ledger.release_again(round_, vector, schema=SCHEMA, **given)
+
+
+def relay(ledger, round_=1):
+    digest = digest_values(VECTOR)
+    return ledger.relay_mixture(round_, VECTOR / 2, own_sha256=digest, schema=SCHEMA, weight=0.5)
 
 
 def test_only_a_ledger_makes_a_release_which_cannot_be_changed_on_its_way(open_ledger):
@@ -110,12 +119,24 @@ def test_a_line_cut_short_by_a_crash_is_forgotten_and_does_not_spoil_the_next(op
         assert open_ledger().epsilon() == expected_epsilon(2)
 
 
-def test_a_line_damaged_in_the_middle_is_an_error(open_ledger):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("}\n{", "\n{"),
+        ('"steps": 10', '"steps": -10'),
+        ('"unit": "row", ', ""),
+        ('"delta": 1e-05', '"delta": 0.0'),
+        ('"sample_rate": 0.1', '"sample_rate": 1.5'),
+        ('"sigma": 1.4', '"sigma": NaN'),
+        ('"prev": "', '"next": "'),
+        ('"round": 1', '"round": "' + "[" * 100_000),
+    ],
+)
+def test_malformed_lines_are_refused(open_ledger, before, after):
     ledger = open_ledger()
     record(ledger, 1, 2)
-    first, second = ledger.path.read_text().splitlines()
-    ledger.path.write_text(f"{first[:30]}\n{second}\n")
-    refused(open_ledger, "line 1 is damaged", error=WsiFlError)
+    ledger.path.write_text(ledger.path.read_text().replace(before, after, 1))
+    refused(open_ledger, "line 1", error=WsiFlError)
 
 
 def test_a_round_redone_at_once_counts_once_and_an_older_round_counts_again(open_ledger):
@@ -169,25 +190,12 @@ def test_two_runs_at_once_cannot_spend_the_same_budget(open_ledger):
 def test_only_recorded_bytes_are_resent_at_no_cost_and_on_record(open_ledger):
     release(open_ledger(), 4)
     assert open_ledger().last_final_round() == 0
-    again = open_ledger().release_again(4, VECTOR, schema=SCHEMA, weight=0.5)
+    again = send_again(open_ledger(), 4, weight=0.5)
     assert again.vector.tolist() == VECTOR.tolist() and again.weight == 0.5
     assert open_ledger().last_final_round() == 4 and open_ledger().epsilon() == expected_epsilon(1)
     for run, round_, vector in (("one", 4, VECTOR + 1), ("one", 5, VECTOR), ("other", 4, VECTOR)):
         with pytest.raises(WsiFlError, match=UNKNOWN):
-            open_ledger(run).release_again(round_, vector, schema=SCHEMA)
-
-
-@pytest.mark.parametrize("steps", [1, 20, 300])
-def test_the_ledger_costs_what_another_accountant_computes(open_ledger, steps):
-    accountants = pytest.importorskip("dp_accounting")
-    done = replace(ROUND, sample_rate=0.02, steps=steps)
-    for round_ in (1, 2):
-        release(open_ledger(), round_, done)
-    ledger, other = open_ledger(), accountants.rdp.RdpAccountant(list(_ORDERS))
-    assert ledger.list_mechanisms() == [done, done]
-    step = accountants.PoissonSampledDpEvent(done.sample_rate, accountants.GaussianDpEvent(done.sigma))
-    other.compose(step, 2 * steps)
-    assert ledger.epsilon() == pytest.approx(float(other.get_epsilon(DELTA)), rel=1e-4)
+            send_again(open_ledger(run), round_, vector)
 
 
 def test_included_entries_count_for_their_run_alone(open_ledger):
@@ -214,9 +222,69 @@ def test_an_included_entry_is_no_round_that_was_sent_or_could_be_passed_on(open_
     mine = open_ledger(includes=["oneshot"], max_epsilon=0.01)
     assert mine.last_final_round() == 0
     assert not mine.fits_budget(3, ROUND)  # the sums's round 3 is not this run's
-    with pytest.raises(WsiFlError, match=UNKNOWN):
-        mine.relay_mixture(3, VECTOR, own_sha256=digest_values(VECTOR), schema=SCHEMA, weight=1.0)
-    with pytest.raises(WsiFlError, match=UNKNOWN):
-        mine.release_again(3, VECTOR, schema=SCHEMA)
+    for act in (relay, send_again):
+        with pytest.raises(WsiFlError, match=UNKNOWN):
+            act(mine, 3)
     release(sums, 4, None)
     assert open_ledger(includes=["oneshot"]).epsilon() is None  # something of it left without privacy
+
+
+OTHER = VECTOR + 1
+REDONE = [lambda ledger: release(ledger, 1, vector=OTHER), lambda ledger: send_again(ledger, vector=OTHER)]
+
+
+@pytest.mark.parametrize(
+    ("done", "then", "words"),
+    [
+        # killed between checkpoint and `sending`: the resumed run sends the same bytes
+        ([send_again], [lambda ledger: record(ledger, 1)], "was sent already and is not trained again"),
+        # a host sends a share of its model to a returning site before its own release
+        ([relay], [lambda ledger: record(ledger, 1)], "was sent already"),
+        (REDONE, [lambda ledger: release(ledger, 1)], "was sent already"),
+        (
+            REDONE[:1],
+            [send_again, relay, lambda ledger: ledger.record_transmission(1, digest_values(VECTOR))],
+            "did not release these bytes, or released others since",
+        ),
+    ],
+)
+def test_one_version_of_a_round_leaves_and_is_charged_once(open_ledger, done, then, words):
+    """Two jobs work on copies of one run; the later one at the ledger is refused."""
+    late, early = open_ledger(), open_ledger()
+    release(late, 1)
+    for act in done:
+        act(early)
+    for act in then:
+        refused(lambda act=act: act(late), words, error=WsiFlError)
+    assert open_ledger().list_mechanisms() == [ROUND]
+
+
+REAL = {"lifetime": True, "max_epsilon": 9.0}
+
+
+def test_the_whole_past_is_priced_at_the_smallest_delta(open_ledger):
+    record(open_ledger(delta=1e-3, **REAL), 1)
+    later = open_ledger("two", delta=1e-6, **REAL)
+    assert later.epsilon(lifetime=True) == epsilon([ROUND], 1e-6)
+    record(later, 1)
+    refused(lambda: open_ledger("three", **REAL), "priced at delta = 1e-06", error=WsiFlError)
+
+
+def test_a_real_hospital_refuses_a_large_delta_and_too_little_noise(open_ledger):
+    ledger = open_ledger(delta=0.01, **REAL)
+    refused(lambda: ledger.record(1, planned(100, 10, delta=0.01)), "publishing one of 100 rows", "below 0.01")
+    loud, strict = replace(ROUND, sigma=0.01), {"guarantee": "guaranteed"}
+    words = ("without differential privacy", 'allow = ["model"]')
+    refused(lambda: release(open_ledger(**REAL | {"max_epsilon": 1e9}, **strict), 1, loud), *words, error=WsiFlError)
+    simulated = open_ledger(allow=("model",), **strict)
+    release(simulated, 1, loud)
+    assert (simulated.epsilon(), simulated.guarantee()) == (None, "none")
+
+
+def test_the_weakest_guarantee_counts_over_a_lifetime(open_ledger):
+    worth, terms = [], {**REAL, "allow": ("model",)}
+    for run, more in (("a", {"guarantee": "guaranteed"}), ("b", {"guarantee": "nominal"}), ("c", {"insecure": True})):
+        release(open_ledger(run, **terms, **more), 1)
+        strict = open_ledger("d", guarantee="guaranteed", **terms)
+        worth.append((strict.guarantee(lifetime=True), strict.epsilon(lifetime=True) is None))
+    assert worth == [("guaranteed", False), ("nominal", False), ("none", True)]

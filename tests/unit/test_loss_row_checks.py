@@ -1,17 +1,19 @@
 """Losses that use other rows of a batch are refused in one line, or one row moves the clipped sum by at most C."""
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
+from operator import itemgetter
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from builders import Net, refused
-from row_dependent_losses import B, Case, D, cross_entropy, data, mlp
-from test_dpsgd_sensitivity import Recorder, clipped_sum, looped_sum, step, trainer_of, worst_move
+from builders import Net, Recorder, cross_entropy, refused
+from row_dependent_losses import B, Case, D, custom, data, losses, mlp, sparse_pool
+from test_dpsgd_sensitivity import check_right, step, trainer_of, worst_move
 from torch import nn
 from torch.nn import functional
 
@@ -25,118 +27,36 @@ LABELS = np.zeros(B)
 """Of the batch, as a notebook has them."""
 
 
-def weighted(out, y, weights):
-    return (functional.cross_entropy(out, y, reduction="none") * weights.float()).mean()
+def fit(out, labels):
+    """Fit the first output to the labels, whatever holds them."""
+    return functional.mse_loss(out[:, 0], torch.from_numpy(np.asarray(labels, np.float32)))
 
 
-def by_frequency(y):
-    labels = y.numpy()
-    return lambda out: weighted(out, y, torch.from_numpy(1 / np.bincount(labels, minlength=2)[labels]))
-
-
-def of_list(y):
-    labels = y.tolist()
-    return lambda out: functional.mse_loss(out[:, 0], torch.tensor([k - sum(labels) / 3 for k in labels]))
-
-
-def of_ranks(y):
-    table = pd.Series(y.numpy() + np.arange(len(y)) / 10)
-    return lambda out: functional.mse_loss(out[:, 0], torch.tensor(table.rank(pct=True).to_numpy()).float())
-
-
-def of_default(y):
-    def loss(out, labels):
-        return functional.mse_loss(out[:, 0], torch.from_numpy((labels - labels.mean()) * 4))
-
-    loss.__defaults__ = (y.float().numpy(),)
-    return loss
-
-
-def of_partial(y):
-    def loss(out, labels):
-        return functional.mse_loss(out[:, 0], torch.from_numpy(labels / labels.max() * 4))
-
-    return partial(loss, labels=y.float().numpy() + np.arange(len(y), dtype=np.float32))
-
-
-@torch.jit.script
-def count_positives(y: torch.Tensor):
-    return y.float().sum()
-
-
-def squared(out, numbers):
-    return functional.mse_loss(out[:, 0], numbers)
-
-
-def divided(out, y, n):
-    return (functional.cross_entropy(out, y, reduction="none") / (1 + 3 * n)).mean()
-
-
-def of_tuple(y):
-    batch = (None, y.numpy())
-
-    def loss(out):
-        _, labels = batch
-        return divided(out, y, int(labels.sum()))
-
-    return loss
-
-
-def of_namespace(y):
-    batch = SimpleNamespace(labels=y.numpy())
-    return lambda out: divided(out, y, int(batch.labels.sum()))
-
-
-def of_lists(y):
-    columns = [y.tolist(), list(range(len(y)))]
-    return lambda out: divided(out, y, sum(columns[0]))
-
-
-def of_columns(y):
-    columns = np.stack([y.numpy(), np.arange(len(y))])
-    return lambda out: divided(out, y, int(columns[0].sum()))
-
-
-def of_classes(y):
-    """Return one row for each class, the convention of some libraries."""
-    classes = functional.one_hot(y, 2).T.contiguous()
-
-    def loss(out):
-        share = classes.float().mean(1) + 0.1
-        return (functional.cross_entropy(out, y, reduction="none") / share[y]).mean()
-
-    return loss
+def fit_centred(out, labels):
+    labels = np.asarray(labels, np.float32)
+    return functional.mse_loss(out[:, 0], torch.from_numpy(4 * (labels - labels.mean())))
 
 
 @dataclass
-class Standardised:
+class Holder:
+    fit: Callable
     labels: np.ndarray
 
     def __call__(self, out):
-        centred = self.labels - self.labels.mean()
-        return functional.mse_loss(out[:, 0], torch.from_numpy(4 * centred))
+        return self.fit(out, self.labels)
 
 
-def of_method(y):
-    return Standardised(y.float().numpy()).__call__
+class Module(nn.Module):
+    def __init__(self, fit, labels):
+        super().__init__()
+        self.fit, self.labels = fit, labels
 
-
-def of_helper(y):
-    labels = y.float().numpy()
-
-    def centred():
-        return torch.from_numpy(4 * (labels - labels.mean()))
-
-    return lambda out: functional.mse_loss(out[:, 0], centred())
-
-
-def of_notebook(y):
-    globals()["LABELS"] = y.float().numpy()
-    return lambda out: functional.mse_loss(out[:, 0], torch.from_numpy(4 * (LABELS - LABELS.mean())))
+    def forward(self, out):
+        return self.fit(out, self.labels)
 
 
 class Inside(nn.Module):
-    """Holds labels in a module within a module."""
+    """Holds a function or a module."""
 
     def __init__(self, loss):
         super().__init__()
@@ -146,58 +66,111 @@ class Inside(nn.Module):
         return self.inner(out)
 
 
-class Centred(nn.Module):
-    def __init__(self, labels):
-        super().__init__()
-        self.labels = labels
+def as_default(fit, labels):
+    def loss(out, labels=labels):
+        return fit(out, labels)
 
-    def forward(self, out):
-        return functional.mse_loss(out[:, 0], torch.from_numpy(4 * (self.labels - self.labels.mean())))
+    return loss
+
+
+def as_helper(fit, labels):
+    def given():
+        return labels
+
+    return lambda out: fit(out, given())
+
+
+def as_notebook(fit, labels):
+    globals()["LABELS"] = labels
+    return lambda out: fit(out, LABELS)
 
 
 def labels_of(table):
     return table["train"]["labels"]
 
 
-def of_table(y):
-    table = {"train": {"labels": y.float().numpy()}}
-    return lambda out: functional.mse_loss(
-        out[:, 0], torch.from_numpy(4 * (labels_of(table) - labels_of(table).mean()))
-    )
+def as_table_of_tables(fit, labels):
+    table = {"train": {"labels": labels}}
+    return lambda out: fit(out, labels_of(table))
 
 
-def of_numbers(y):
-    numbers = array("f", y.tolist())
-    return lambda out: functional.mse_loss(out[:, 0], torch.tensor([k - sum(numbers) / 3 for k in numbers]))
-
-
-def of_another_name(y):
-    inner = of_method(y)
-
+def as_another_name(fit, labels):
     @wraps(functional.mse_loss)
     def loss(out):
-        return inner(out)
+        return fit(out, labels)
 
     return loss
 
 
-def of_page(y):
+def as_page(fit, labels):
     """A function of an example in a page, whose names belong to no file."""
-    names = {"labels": y.float().numpy(), "torch": torch, "functional": functional}
-    exec("def loss(out): return functional.mse_loss(out[:, 0], torch.tensor(4 * (labels - labels.mean())))", names)
+    names = {"labels": labels, "fit": fit}
+    exec("def loss(out): return fit(out, labels)", names)
     return names["loss"]
 
 
-def penalised(make):
-    """A penalty of the model's weights, which is no function of rows."""
-    model = make()
-    return (model, lambda out: functional.cross_entropy(out, data("vectors")[1]) + model[0].weight.square().sum())
+def in_closure(turned, get=lambda held: held):
+    """Labels in a closure as something else than an array."""
+
+    def hold(fit, labels):
+        held = turned(labels)
+        return lambda out: fit(out, get(held))
+
+    return hold
 
 
-def consistent(make):
-    """The model called again, on rows that were changed."""
-    model, (x, y) = make(), data("vectors")
-    return model, lambda out: functional.cross_entropy(out, y) + (out - model(x + 0.1)).square().mean()
+HOLDERS = {
+    "an array": in_closure(np.asarray),
+    "an array that is a default": as_default,
+    "an array that is an argument": lambda fit, labels: partial(fit, labels=labels),
+    "an array in an attribute": Holder,
+    "an array of a method": lambda fit, labels: Holder(fit, labels).__call__,
+    "an array in a helper": as_helper,
+    "an array of the notebook": as_notebook,
+    "an array in a module within a module": lambda fit, labels: Inside(Module(fit, labels)),
+    "an array in a table of tables": as_table_of_tables,
+    "a function by another name": as_another_name,
+    "an array of a page": as_page,
+    "an array of Python": in_closure(lambda labels: array("f", labels.tolist())),
+    "a list": in_closure(lambda labels: labels.tolist()),
+    "a table": in_closure(pd.Series),
+    "a tuple": in_closure(lambda labels: (None, labels), lambda batch: batch[1]),
+    "a namespace": in_closure(lambda labels: SimpleNamespace(labels=labels), lambda batch: batch.labels),
+    "lists in a list": in_closure(lambda labels: [labels.tolist(), [*range(B)]], lambda columns: columns[0]),
+    "rows of an array": in_closure(
+        lambda labels: np.stack([labels, np.arange(len(labels))]).astype(int), itemgetter(0)
+    ),
+}
+"""(fit of outputs and labels, labels float32[b]) → a loss that holds the labels."""
+
+
+def held(hold, fit):
+    return lambda y: hold(fit, y.float().numpy())
+
+
+@torch.jit.script
+def count_positives(y: torch.Tensor):
+    return y.float().sum()
+
+
+def weighted(out, y, weights):
+    return (losses(out, y) * weights.float()).mean()
+
+
+def by_frequency(y):
+    labels = y.numpy()
+    return lambda out: weighted(out, y, torch.from_numpy(1 / np.bincount(labels, minlength=2)[labels]))
+
+
+def of_ranks(y):
+    table = pd.Series(y.numpy() + np.arange(len(y)) / 10)
+    return lambda out: functional.mse_loss(out[:, 0], torch.tensor(table.rank(pct=True).to_numpy()).float())
+
+
+def of_classes(y):
+    """Return one row for each class, the convention of some libraries."""
+    classes = functional.one_hot(y, 2).T.contiguous()
+    return lambda out: (losses(out, y) / (classes.float().mean(1) + 0.1)[y]).mean()
 
 
 def of_places(n, turned):
@@ -210,22 +183,10 @@ def of_places(n, turned):
     return loss_for
 
 
-TIED = {
+TIED = {name: held(hold, fit_centred) for name, hold in HOLDERS.items()} | {
     "softmax over rows, of one logit each": lambda y: lambda out: functional.cross_entropy(out[:, 0], y.float()),
     "weights by frequency of an array": by_frequency,
-    "an array that is a default": of_default,
-    "an array that is an argument": of_partial,
-    "an array in an attribute": lambda y: Standardised(y.float().numpy()),
-    "an array of a method": of_method,
-    "an array in a helper": of_helper,
-    "an array of the notebook": of_notebook,
-    "an array in a module within a module": lambda y: Inside(Centred(y.float().numpy())),
-    "an array in a table of tables": of_table,
-    "an array of Python": of_numbers,
-    "a function by another name": of_another_name,
-    "an array of a page": of_page,
-    "a list": of_list,
-    "a table": of_ranks,
+    "ranks of a table": of_ranks,
     "the first label": lambda y: lambda out: functional.cross_entropy(out, y[0].expand(len(out))),
     "the first label as a number": lambda y: lambda out: weighted(out, y, torch.tensor(1.0 + 10 * y[0].item())),
     "the first label as a slice": lambda y: lambda out: weighted(out, y, 1.0 + y[:1]),
@@ -235,24 +196,20 @@ TIED = {
     "mixed labels": lambda y: (
         lambda out: functional.cross_entropy(out, y) + functional.cross_entropy(out, y[torch.randperm(len(y))])
     ),
-    "an array made of labels": lambda y: (
-        lambda out: squared(out, torch.from_numpy(4 * (y.numpy() - y.numpy().mean())).float())
-    ),
-    "labels in order": lambda y: lambda out: squared(out, y.float().sort()[0]),
+    "an array made of labels": lambda y: lambda out: fit_centred(out, y.numpy()),
+    "labels in order": lambda y: lambda out: functional.mse_loss(out[:, 0], y.float().sort()[0]),
     "whether a class is there": lambda y: (
         lambda out: (functional.mse_loss if 1 in y else functional.l1_loss)(out[:, 0], y.float())
     ),
     "how many rows there are": lambda y: (
         lambda out: (functional.mse_loss if len(out) > 7 else functional.l1_loss)(out[:, 0], y.float())
     ),
-    "a target of so many rows": lambda y: lambda out: squared(out, torch.full((len(out),), 10 / len(out))),
-    "a target of places": lambda y: lambda out: squared(out, torch.linspace(0, 3, len(y))),
-    "a tuple": of_tuple,
-    "a namespace": of_namespace,
-    "lists in a list": of_lists,
-    "rows of an array": of_columns,
+    "a target of so many rows": lambda y: (
+        lambda out: functional.mse_loss(out[:, 0], torch.full((len(out),), 10 / len(out)))
+    ),
+    "a target of places": lambda y: lambda out: functional.mse_loss(out[:, 0], torch.linspace(0, 3, len(y))),
     "a row for each class": of_classes,
-    "a compiled function": lambda y: lambda out: divided(out, y, count_positives(y)),
+    "a compiled function": lambda y: lambda out: (losses(out, y) / (1 + 3 * count_positives(y))).mean(),
 }
 
 
@@ -282,21 +239,9 @@ def of_sequences(y):
     return loss
 
 
-def held(turned):
-    """Cross-entropy with labels that a loss holds as something else than a tensor."""
-    return lambda y: partial(lambda out, labels: functional.cross_entropy(out, as_tensor(labels)), labels=turned(y))
-
-
-def as_tensor(labels):
-    return torch.tensor(np.asarray(labels))
-
-
-ALONE = {
+ALONE = {name: held(hold, fit) for name, hold in HOLDERS.items()} | {
     "places in a list": of_places(2, lambda n: list(range(n))),
     "all places in an array": of_places(1, np.arange),
-    "labels of an array": held(lambda y: y.numpy()),
-    "labels of a list": held(lambda y: y.tolist()),
-    "labels of a table": held(lambda y: pd.Series(y.numpy())),
     "all in their order": lambda y: lambda out: functional.cross_entropy(out, y[torch.arange(len(y))]),
     "columns of targets": of_column,
     "a list for classes": table_of_classes,
@@ -304,19 +249,14 @@ ALONE = {
     "labels on their device": lambda y: lambda out: functional.cross_entropy(out, y.to(out.device)),
     "ones": lambda y: lambda out: functional.binary_cross_entropy_with_logits(out[:, 0], torch.ones(len(out))),
     "times and events": lambda y: partial(
-        lambda out, pair: functional.softplus(out[:, 0] * pair[1] + pair[0]).mean(),
-        pair=torch.stack([torch.arange(len(y)), y]),
+        lambda out, pair: functional.softplus(out[:, 0] * pair[1] + pair[0]).mean(), pair=torch.stack([y + 2, y + 1])
     ),
 }
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_labels_that_are_read_row_by_row_are_learned_as_a_loop_would(name):
-    case, (x, y) = Case(mlp, ALONE[name]), data("vectors")
-    assert worst_move(mlp, case.loss, "vectors", "row", CLIP) <= 1 + 1e-5
-    found = clipped_sum(mlp, case.loss, x, y, CLIP)
-    wanted = looped_sum(case, x, y, CLIP, torch.arange(B))
-    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-5)
+    check_right(Case(mlp, ALONE[name]))
 
 
 def test_a_list_of_as_many_classes_as_a_batch_has_rows_is_no_rows():
@@ -325,55 +265,48 @@ def test_a_list_of_as_many_classes_as_a_batch_has_rows_is_no_rows():
     assert step(trainer, x[:2], table_of_classes(y[:2])) > 0
 
 
-@pytest.mark.parametrize("of", [penalised, consistent])
-def test_a_loss_that_uses_the_weights_is_refused(of):
-    model, loss = of(mlp)
-    trainer, _ = trainer_of(model)
-    refused(lambda: step(trainer, data("vectors")[0], loss), "depends on the model's weights", "weight_decay")
+def call_again(model, out, y):
+    return functional.cross_entropy(out, y) + (out - model(data("vectors")[0] + 0.1)).square().mean()
 
 
-class Centres(nn.Module):
-    """Learn a center for each class, to which its loss draws rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.centres = nn.Linear(D, 2), nn.Parameter(torch.randn(3, 2))
-
-    def forward(self, x):
-        return self.layer(x) + self.centres.sum(0)
+OF_WEIGHTS = {
+    "a penalty": (mlp, lambda model, out, y: functional.cross_entropy(out, y) + model[0].weight.square().sum()),
+    "the model called again": (mlp, call_again),
+    "weights as targets": (mlp, lambda model, out, y: functional.mse_loss(out, model[1].weight[:, :2][y])),
+    "learned centres of classes": (
+        lambda: custom(lambda net, x: net.last(x) + net.centres.sum(0), centres=nn.Parameter(torch.randn(3, 2))),
+        lambda model, out, y: functional.mse_loss(out, model.centres[y]),
+    ),
+}
 
 
 @pytest.mark.parametrize("unit", ["row", "patient"])
-@pytest.mark.parametrize(
-    ("make", "weights_of"), [(Centres, lambda net: net.centres), (mlp, lambda net: net[1].weight[:, :2])]
-)
-def test_weights_of_the_model_are_no_targets(make, weights_of, unit):
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_a_loss_that_uses_the_weights_is_refused(name, unit):
+    make, loss = OF_WEIGHTS[name]
     models = []
 
     def build():
         models.append(make())
         return models[-1]
 
-    with pytest.raises(UsageError, match="depends on the model's weights"):
-        worst_move(
-            build, lambda y: lambda out: functional.mse_loss(out, weights_of(models[-1])[y]), "vectors", unit, CLIP
-        )
+    with pytest.raises(UsageError, match=r"depends on the model's weights .*weight_decay"):
+        worst_move(build, lambda y: lambda out: loss(models[-1], out, y), "vectors", unit, CLIP)
 
 
-def of_tensor(weight):
-    weights = torch.tensor([weight])
-    return lambda out, y: functional.binary_cross_entropy_with_logits(out, y, pos_weight=weights)
+binary = functional.binary_cross_entropy_with_logits
 
 
-def of_new_tensor(weight):
-    return lambda out, y: functional.binary_cross_entropy_with_logits(out, y, pos_weight=torch.tensor([weight]))
-
-
-def of_module(weight):
-    return nn.BCEWithLogitsLoss(pos_weight=torch.tensor([weight]))
-
-
-@pytest.mark.parametrize("make", [of_tensor, of_new_tensor, of_module])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weight: partial(binary, pos_weight=torch.tensor([weight])),
+        lambda weight: lambda out, y: binary(out, y, pos_weight=torch.tensor([weight])),
+        lambda weight: nn.BCEWithLogitsLoss(pos_weight=torch.tensor([weight])),
+        lambda weight: lambda out, y: (binary(out, y, reduction="none") / weight).mean(),
+    ],
+    ids=["a tensor", "a new tensor", "a module", "a number"],
+)
 def test_a_weight_of_the_batch_is_noticed_when_it_changes(make):
     trainer, _ = trainer_of(nn.Linear(D, 2))
     x, y = data("vectors")
@@ -436,7 +369,7 @@ def compiled(phi: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     return z - z.mean(0) if len(z) > 4 else z
 
 
-@pytest.mark.parametrize("pool", [Pool(), Pool().__call__, remembered, compiled, partial(Pool())])
+@pytest.mark.parametrize("pool", [Pool(), Pool().__call__, remembered, compiled, partial(Pool()), sparse_pool])
 def test_any_function_that_a_model_holds_makes_it_custom(pool):
     make = partial(build_deepset, 2, D, hidden=8, pool=pool)
     assert row_independence.model_origin(make()) == "custom"
@@ -465,7 +398,7 @@ def test_a_model_without_weights_yet_is_refused_and_taken_once_it_has_them():
     refused(lambda: trainer_of(model), "LazyLinear (0) has no weights yet", "before the optimizer is made")
     model(torch.zeros(1, D))
     trainer, _ = trainer_of(model)
-    assert step(trainer, x, lambda out: functional.cross_entropy(out, y)) > 0
+    assert step(trainer, x, cross_entropy(y)) > 0
 
 
 def test_a_table_of_shapes_that_was_filled_before_is_taken():
@@ -477,14 +410,15 @@ def test_a_table_of_shapes_that_was_filled_before_is_taken():
     (x, y), model = data("vectors"), Net(run, last=nn.Linear(D, 2))
     model.cache = {}
     trainer, _ = trainer_of(model)
-    refused(lambda: step(trainer, x, lambda out: functional.cross_entropy(out, y)), "changes its cache", "on zeros")
+    refused(lambda: step(trainer, x, cross_entropy(y)), "changes its cache", "on zeros")
     model.cache.clear()
     model(torch.zeros(1, D))
-    assert step(trainer, x, lambda out: functional.cross_entropy(out, y)) > 0
+    assert step(trainer, x, cross_entropy(y)) > 0
 
 
+@dataclass(slots=True)
 class Slots:
-    __slots__ = ("mean",)
+    mean: torch.Tensor
 
 
 def learn_by_data(net, x):
@@ -505,13 +439,10 @@ def learn_in_slots(net, x):
 @pytest.mark.parametrize("run", [learn_by_data, learn_by_new_data, learn_in_slots])
 def test_a_slowly_updated_memory_is_refused_wherever_it_is_stored(run):
     def make():
-        net = Net(run, last=nn.Linear(D, 2), slots=Slots())
-        net.register_buffer("mean", torch.zeros(D))
-        net.slots.mean = torch.zeros(D)
-        return net
+        return custom(run, mean=nn.Buffer(torch.zeros(D)), slots=Slots(torch.zeros(D)))
 
     with pytest.raises(UsageError, match="a forward pass changes its"):
-        worst_move(make, lambda y: lambda out: functional.cross_entropy(out, y), "vectors", "row", CLIP)
+        worst_move(make, cross_entropy, "vectors", "row", CLIP)
 
 
 def far_apart():
@@ -537,4 +468,4 @@ def permuted():
 def test_layers_that_move_the_axis_of_rows_are_custom(make):
     assert row_independence.model_origin(make()) == "custom"
     with pytest.raises(UsageError, match="ties the rows"):
-        worst_move(make, lambda y: lambda out: functional.cross_entropy(out, y), "images", "row", CLIP)
+        worst_move(make, cross_entropy, "images", "row", CLIP)

@@ -162,14 +162,6 @@ def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tent
     assert aggregate_slides(np.full((2, 2), 0.5), y[:2], np.array(["a", "b"])) is None
 
 
-@pytest.mark.parametrize("right, ends", [(True, (0.025 ** (1 / 6), 1.0)), (False, (0.0, 1 - 0.025 ** (1 / 6)))])
-def test_six_patients_all_correct_or_all_wrong_have_the_exact_binomial_interval(right, ends):
-    labels = np.arange(6) % 2
-    p = np.eye(2)[labels if right else 1 - labels]
-    found = score_intervals(p, labels, np.array([f"p{k}" for k in range(6)]), repeats=50)
-    assert found["accuracy"] == pytest.approx(list(ends))
-
-
 @pytest.mark.parametrize("n_rare", [1, 2, 3])
 @pytest.mark.parametrize("n_classes", [2, 3])
 def test_resamples_without_a_class_do_not_count_as_correct_for_it(n_rare, n_classes):
@@ -241,7 +233,3 @@ def test_a_probability_of_one_half_is_a_case_in_every_metric(truth, half):
     assert PatchPredictions(np.zeros((3, 4), np.int64), ("a", "b"), p).is_above.tolist() == [case] * 3
     rules = score_voting_rules([p, p], y, [1.0, 1.0])
     assert {scores["accuracy"] for scores in rules.values()} == {float(case == truth)}
-
-
-def test_ties_among_more_classes_go_to_the_first():
-    assert choose_classes(np.array([[0.4, 0.4, 0.2], [0.2, 0.4, 0.4]])).tolist() == [0, 1]

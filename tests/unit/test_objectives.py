@@ -6,7 +6,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import torch
-from conftest import planned, refused
+from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
@@ -155,16 +155,6 @@ def test_a_shuffled_epoch_is_one_pass(n, batch_size, epochs):
         rows = np.concatenate(drawn[e * per_epoch : (e + 1) * per_epoch])
         assert sorted(rows) == list(range(n))
     assert max(map(len, drawn)) <= batch_size
-
-
-def test_poisson_epochs_have_the_planned_steps_and_rate():
-    n, batch_size = 100, 32
-    drawn = list(planned(n, batch_size, 500).draw_batches(CipherStream.from_seed(0)))
-    assert len(drawn) == 500 * 4
-    sizes = np.array([len(rows) for rows in drawn])
-    assert sizes.mean() == pytest.approx(n / 4, rel=0.02)
-    assert sizes.var() == pytest.approx(n * 0.25 * 0.75, rel=0.15)
-    assert len(next(planned(5, 8).draw_batches(CipherStream.from_entropy()))) == 5  # q = 1
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])

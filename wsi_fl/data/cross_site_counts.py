@@ -206,15 +206,7 @@ def _score_counts(counts: Sequence[PredictionCounts]) -> CountScores:
     """
     n = sum(part["n"] for part in counts)
     if not n:
-        unknown: CountScores = {
-            "n": 0,
-            "n_classes": 0,
-            "accuracy": None,
-            "macro_accuracy": None,
-            "auroc": None,
-            "auroc_within": None,
-        }
-        return unknown
+        return CountScores(n=0, n_classes=0, accuracy=None, macro_accuracy=None, auroc=None, auroc_within=None)
     table = np.array(sum_confusions(counts), np.int64)
     present = table.sum(1) > 0
     per_class = table.diagonal()[present] / table.sum(1)[present]
@@ -230,10 +222,7 @@ def _score_counts(counts: Sequence[PredictionCounts]) -> CountScores:
 
 
 def _total_auroc(counts: Sequence[PredictionCounts]) -> tuple[float, float] | tuple[None, None]:
-    """Return the area under the ROC curve, uncertain pairs counting half, and its maximum error.
-
-    Both are None unless there are two classes: only these have bins.
-    """
+    """Return the area under the ROC curve, uncertain pairs counting half, and its maximum error; else (None, None)."""
     if any(len(site["confusion"]) != 2 for site in counts):
         return None, None
     area = uncertainty = 0.0

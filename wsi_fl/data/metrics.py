@@ -167,7 +167,7 @@ def confusion_matrix(probabilities: Probabilities, labels: Labels) -> list[list[
     return [[int(value) for value in row] for row in flat.reshape(k, k)]
 
 
-def compute_calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) -> dict[str, Any]:
+def compute_calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) -> dict[str, object]:
     """Return the expected calibration error over bins of equal width (Guo et al., 2017), and the Brier score.
 
     For two classes the Brier score is the mean squared error of the second one's probability, from 0 to 1, as in

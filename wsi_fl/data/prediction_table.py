@@ -166,9 +166,6 @@ def _decide_classes(
     Absolute majority: the class with more than half of the votes, else rejected. Relative: the class with most votes.
     Weighted: the class with most weight. The mean of the probabilities breaks ties, since random choice is not
     reproducible. A site votes for its most probable class.
-
-    Args:
-        weights: of the sites, for "weighted_mean" and "weighted"; the other rules ignore them.
     """
     site_weights = weights if rule.startswith("weighted") else None
     mean = np.average(site_probabilities, axis=0, weights=site_weights)

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from wsi_fl.data.metrics import Labels, Probabilities, fill_patient_names, mean_over_classes
 from wsi_fl.data.tasks import CLASSES, PredictionArray, Task, Truth, selection_score
-from wsi_fl.learning.tuning import log_losses, selection_loss, softmax
+from wsi_fl.learning.tuning import log_losses, log_probabilities, selection_loss, softmax
 
 COMMON = ("proxy", "shared")
 """The roles of models that all sites have alike: the proxy, and of `oneshot` the shared head."""
@@ -258,7 +258,7 @@ _DOUBLING_PATIENTS = 2.0
 
 def _compute_logits(probabilities: Probabilities) -> NDArray[np.float64]:
     """Return logits of probabilities: their logarithms, centred over the classes."""
-    logs = np.log(np.clip(probabilities, _MIN_PROBABILITY, None))
+    logs = log_probabilities(probabilities)
     centered: NDArray[np.float64] = logs - logs.mean(1, keepdims=True)
     return centered
 

@@ -97,11 +97,12 @@ def fit_local_models(
         return LocalFit(learners)
     first = next(iter(learners.values()))
     if is_linear_head(first.model):
-        head = fit_head(first.model, train, first.device)
+        head = _fit_head(first.model, train, first.device)
         for learner in learners.values():
             set_linear_layer(learner.model, torch.from_numpy(head.weight), torch.from_numpy(head.bias))
             learner.fitted = True
-        return LocalFit(learners, head.held_out, head.fit_summary)
+        summary = {"by": "cross-validation", "strength": head.strength, "loss": head.loss}
+        return LocalFit(learners, head.held_out, summary)
     model, start = first.model, {key: value.clone() for key, value in first.model.state_dict().items()}
 
     def predict_others(hyperparameters: HyperParameters, is_training: NDArray[np.bool_]) -> Probabilities:
@@ -135,7 +136,7 @@ def set_linear_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor)
     linear.bias.copy_(bias)
 
 
-def fit_head(model: nn.Module, train: Cohort, device: torch.device) -> FittedHead:
+def _fit_head(model: nn.Module, train: Cohort, device: torch.device) -> FittedHead:
     """Return the linear layer with the best held-out loss, on outputs of the fixed layers of a linear head."""
     assert isinstance(model, nn.Sequential)
     fixed_layers, linear = model[:-1].to(device), model[-1]

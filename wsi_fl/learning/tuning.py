@@ -41,11 +41,6 @@ class FittedHead:
     loss: float | None
     held_out: Probabilities | None
 
-    @property
-    def fit_summary(self) -> dict[str, Any]:
-        """Return the record of the fit for a run."""
-        return {"by": "cross-validation", "strength": self.strength, "loss": self.loss}
-
 
 def fit_linear_head(
     x: NDArray[Any], labels: Truth, patient: NDArray[np.str_], n_classes: int, task: Task = CLASSES
@@ -80,7 +75,7 @@ def fit_linear_head(
     head = _cross_validate(x, labels, n_classes, _fit_logistic, evaluate_logits, list(_split_folds(labels, patient)))
     if head.loss is not None and head.held_out is not None:
         middle = _class_midpoint(head.held_out, labels)
-        shifted = softmax(_log_probabilities(head.held_out) - middle)
+        shifted = softmax(log_probabilities(head.held_out) - middle)
         if (shifted_loss := _class_balanced_loss(shifted, labels)) < head.loss:
             return replace(head, bias=head.bias - middle, loss=shifted_loss, held_out=shifted)
     return head
@@ -117,11 +112,7 @@ def _cross_validate(
     evaluate: Callable[[NDArray[np.float64]], tuple[float, PredictionArray]],
     folds: Sequence[NDArray[np.bool_]],
 ) -> FittedHead:
-    """Return the head of the strength with the least loss on held-out rows.
-
-    Args:
-        evaluate: outputs float64[n, k] of all rows → their loss and predictions.
-    """
+    """Return the head of the strength with the least loss on held-out rows."""
     d, x = x.shape[1], x.astype(np.float64)
     basis = np.linalg.qr(x.T)[0] if len(x) < d else np.eye(d)
     rows, candidates = x @ basis, []
@@ -174,12 +165,13 @@ _INTERVAL_SCALE = 10.0
 
 def _class_midpoint(probabilities: Probabilities, labels: Labels) -> NDArray[np.float64]:
     """Return log-probabilities [classes] midway between the means of the classes that occur; 0 for others."""
-    means = mean_over_classes(_log_probabilities(probabilities), labels)
+    means = mean_over_classes(log_probabilities(probabilities), labels)
     midpoint: NDArray[np.float64] = np.where(np.isin(np.arange(probabilities.shape[1]), labels), means, 0.0)
     return midpoint
 
 
-def _log_probabilities(probabilities: Probabilities) -> NDArray[np.float64]:
+def log_probabilities(probabilities: Probabilities) -> NDArray[np.float64]:
+    """Return the logarithms of probabilities, of 0 a finite one."""
     logs: NDArray[np.float64] = np.log(np.clip(probabilities, _MIN_PROBABILITY, None))
     return logs
 
@@ -233,10 +225,7 @@ def _class_balanced_loss(probabilities: Probabilities, labels: Labels) -> float:
 
 def log_losses(probabilities: Probabilities, labels: Labels) -> NDArray[np.float64]:
     """Return float64[n], the log-loss of every row of float64[n, classes]."""
-    losses: NDArray[np.float64] = -np.log(
-        np.clip(probabilities[np.arange(len(labels)), labels], _MIN_PROBABILITY, None)
-    )
-    return losses
+    return -log_probabilities(probabilities[np.arange(len(labels)), labels])
 
 
 def softmax(logits: NDArray[np.float64]) -> Probabilities:

@@ -278,11 +278,10 @@ def _build_from_timm(name: str, weights: Path | None, input_px: int | None) -> N
     return Network(model, Transform(tuple(data["mean"]), tuple(data["std"]), input_px, interpolation))
 
 
-def _input_config(model: nn.Module) -> dict[str, Any]:
+def _input_config(model: nn.Module) -> Any:
     from timm.data import resolve_model_data_config
 
-    data: dict[str, Any] = resolve_model_data_config(model)
-    return data
+    return resolve_model_data_config(model)
 
 
 def _require_input_px(fixed_px: int, input_px: int | None) -> int:
@@ -382,7 +381,6 @@ def encode_batches(batches: Iterable[_Patches], encoder: Encoder) -> _Features:
 
 
 def _regroup_batches(batches: Iterable[_Patches], encoder: Encoder) -> Iterator[_Patches]:
-    """Copy patches into batches of the encoder's size."""
     buffer: _Patches | None = None
     n_filled = 0
     for batch in batches:

@@ -93,7 +93,6 @@ def build_deepset(n_classes: int, n_features: int, hidden: int = _HIDDEN_UNITS, 
 
 
 def _deepset_attention(n_classes: int, n_features: int) -> nn.Module:
-    """Build a deep set with attention pooling."""
     score = nn.Sequential(nn.Linear(_HIDDEN_UNITS, _ATTENTION_UNITS), nn.Tanh(), nn.Linear(_ATTENTION_UNITS, 1))
     return build_deepset(n_classes, n_features, pool=_Attention(score))
 
@@ -142,10 +141,7 @@ def _landmark_means(x: Tensor) -> Tensor:
 
 
 def _attend_tokens(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the attention float32[n, units] of tokens of one bag, without n × n numbers in memory.
-
-    `bias`, float32[1, keys], is added to the scores.
-    """
+    """Return the attention float32[n, units] of tokens of one bag, without n × n numbers in memory."""
     attended = functional.scaled_dot_product_attention(
         _split_heads(q)[None], _split_heads(k)[None], _split_heads(v)[None], attn_mask=bias
     )

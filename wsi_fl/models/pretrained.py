@@ -180,7 +180,7 @@ def _add_adapter(layer: nn.Linear | nn.Conv2d) -> Iterable[nn.Parameter]:
         up: nn.Linear | nn.Conv2d = nn.Linear(_LORA_RANK, layer.out_features, bias=False)
         layer.__class__ = _AdaptedLinear
     else:
-        kernel_settings: dict[str, Any] = {name: getattr(layer, name) for name in _KERNEL_SETTINGS}
+        kernel_settings = {name: getattr(layer, name) for name in _KERNEL_SETTINGS}
         down = nn.Conv2d(layer.in_channels, _LORA_RANK, bias=False, **kernel_settings)
         up = nn.Conv2d(_LORA_RANK, layer.out_channels, 1, bias=False)
         layer.__class__ = _AdaptedConv2d

@@ -217,7 +217,6 @@ def _conversion_command(path: Path) -> str:
 
 
 def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a pickle by name."""
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and PyTorch have many ways to refuse

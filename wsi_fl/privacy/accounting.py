@@ -375,38 +375,36 @@ def _mixture_epsilon(mechanisms: Sequence[Mechanism], delta: float, k: int) -> f
     # 1. Rényi divergences in both directions, added over all steps
     total = np.zeros((2, len(_GROUP_ORDERS)))
     for mechanism in mechanisms:
-        total = total + mechanism.steps * np.array(_group_divergences(mechanism.sigma, mechanism.sample_rate, k))
+        total = total + mechanism.steps * _group_divergences(mechanism.sigma, mechanism.sample_rate, k)
     # 2. turned into ε (Canonne, Kamath and Steinke, 2020, proposition 12); the worse direction counts
     spent = total + np.log1p(-1 / _GROUP_ORDERS) - np.log(delta * _GROUP_ORDERS) / (_GROUP_ORDERS - 1)
     return max(0.0, float(spent.min(axis=1).max()))
 
 
 @lru_cache(maxsize=256)
-def _group_divergences(sigma: float, rate: float, k: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (D_α(P‖Q), D_α(Q‖P)) of one step at every order, infinite where it cannot be computed."""
+def _group_divergences(sigma: float, rate: float, k: int) -> NDArray[np.float64]:
+    """Return [2, orders], D_α(P‖Q) and D_α(Q‖P) of one step, infinite where it cannot be computed."""
     if rate >= 1:  # the group as a whole is a shift by k
-        shifted = tuple((_GROUP_ORDERS * k**2 / (2 * sigma**2)).tolist())
-        return shifted, shifted
+        return np.stack([_GROUP_ORDERS * k**2 / (2 * sigma**2)] * 2)
     from scipy.special import logsumexp
 
     # 1. range of integration: at order α the integrand's mass lies up to αk/σ
     reach = _GROUP_ORDERS * k / sigma + _NORMAL_CUTOFF
     feasible = reach <= max(_MAX_HALF_WIDTH, float(reach[0]))
+    divergences = np.full((2, len(_GROUP_ORDERS)), inf)
     if not (feasible.any() and reach[0] <= 10 * _MAX_HALF_WIDTH):
-        infinite = (inf,) * len(_GROUP_ORDERS)
-        return infinite, infinite
+        return divergences
     # 2. log L and the log-density of N(0, 1), times the step, on a grid
     step = min(0.05, sigma / 20)
     x = np.arange(-reach[feasible].max(), reach[feasible].max() + step, step)
     ratio = _log_ratio(x, sigma, rate, k)
     density = -(x**2) / 2 + log(step) - 0.5 * log(2 * np.pi)
     # 3. D_α(P‖Q) = log E_Q[L^α] / (α − 1), and D_α(Q‖P) = log E_Q[L^(1 − α)] / (α − 1)
-    forth, back = np.full(len(_GROUP_ORDERS), inf), np.full(len(_GROUP_ORDERS), inf)
     for at in np.flatnonzero(feasible):
         order = _GROUP_ORDERS[at]
-        forth[at] = max(0.0, float(logsumexp(density + order * ratio)) / (order - 1))
-        back[at] = max(0.0, float(logsumexp(density - (order - 1) * ratio)) / (order - 1))
-    return tuple(forth.tolist()), tuple(back.tolist())
+        logs = (logsumexp(density + power * ratio) for power in (order, 1 - order))
+        divergences[:, at] = [max(0.0, float(value) / (order - 1)) for value in logs]
+    return divergences
 
 
 def _log_ratio(x: NDArray[np.float64], sigma: float, rate: float, k: int) -> NDArray[np.float64]:

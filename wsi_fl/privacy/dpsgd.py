@@ -79,9 +79,6 @@ def _sum_unit_gradients(
         unit: int64[b], the unit of each row.
         weigh: norm |g_u|, float64[1] → weight c_u [1]; a unit of weight 0 has no part in the sums.
         memory: snapshot of a custom model, which is restored after each unit.
-
-    Raises:
-        UsageError: when the outputs of a model with `memory` change between two passes.
     """
     sums: GradientSums = [None] * len(trainable_parameters(model))
     outputs: Tensor | None = None
@@ -144,11 +141,7 @@ def _disable_autocast(device: torch.device) -> Iterator[None]:
 
 
 def _require_all_parameters(parameters: list[nn.Parameter], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of other parameters than the model's.
-
-    Raises:
-        UsageError: when parameters are missing in it, or are of something else.
-    """
+    # refuse an optimizer of other parameters than the model's
     groups = getattr(optimizer, "param_groups", None)  # a custom optimizer may have none
     if groups is None:
         return
@@ -261,11 +254,7 @@ class DPTrainer:
     def _sum_clipped(
         self, x: Tensor, loss_of: LossOf, weigh: Weigh, patient: Tensor | None
     ) -> tuple[GradientSums, Tensor]:
-        """Return the clipped sums of a batch, at most C from each unit, and the mean loss.
-
-        Raises:
-            WsiFlError: when patients are missing.
-        """
+        # return the clipped sums of a batch, at most C from each unit, and the mean loss
         if self.unit == "patient" and patient is None:
             raise WsiFlError("a step with patients as privacy units needs the patient of each row")
         unit = patient if self.unit == "patient" else None
@@ -313,11 +302,7 @@ class DPTrainer:
         )
 
     def _require_same_parameters(self, x: Tensor) -> None:
-        """Refuse a model with other trained parameters than at the beginning, or rows of another type.
-
-        Raises:
-            UsageError: in these cases.
-        """
+        # refuse a model with other trained parameters than at the beginning, or rows of another type
         present = trainable_parameters(self._model)
         if len(present) != len(self._parameters) or any(
             a is not b for a, b in zip(present, self._parameters, strict=True)

@@ -133,16 +133,7 @@ def _measure_engine(
     strict: bool = False,
     neighbours: Tensor | None = None,
 ) -> str:
-    """Return the method for `model`, measured on a copy.
-
-    Args:
-        x: the rows of two units; `neighbours` are further rows of the batch.
-        strict: whether to refuse parameters unused by the loss.
-
-    Raises:
-        UsageError: when the model cannot take the rows, stores them or ties them together.
-        OutOfMemoryError: of PyTorch, when memory does not hold them.
-    """
+    # return the method for `model`, measured on a copy and the rows x of two units, among further `neighbours`
     custom = model_origin(model) == "custom"
     shape = "×".join(map(str, x.shape[1:]))
     units = torch.arange(len(x)) if unit is None else unit

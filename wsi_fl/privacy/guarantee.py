@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon, max_tpr
 from wsi_fl.privacy.ledger_file import Guarantee, LedgerEntry
@@ -49,7 +48,7 @@ class PrivacyTerms:
     unit: str = "row"  # privacy unit: "row" or "patient"
     insecure: bool = False  # whether noise comes from a fixed seed (tests)
 
-    def ledger_fields(self, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
+    def ledger_fields(self, mechanism: Mechanism | None, content: str) -> dict[str, object]:
         """Return the fields of a ledger line on a mechanism and the content released by it, as JSON values."""
         values = asdict(mechanism) if mechanism else {}
         return {

@@ -114,14 +114,14 @@ def _linear_ghost(module: nn.Linear, a: Tensor, g: Tensor) -> LayerGradients | N
     bias_gradients = g.sum(1) if n_positions > 1 else g.squeeze(1)
     bias_squares = square_norms(bias_gradients)
     squares = _inner_products(_gram_matrix(a), _gram_matrix(g)) if n_positions > 1 else square_norms(a) * bias_squares
-    bias = _trainable_bias(module)
-    if bias is not None:
+    if _is_trained(module.bias):
         squares = squares + bias_squares
 
     def sum_weighted(c: Tensor, selection: RowSelection) -> ParameterGradients:
         rows = (g[selection] * c[selection].view(-1, 1, 1)).flatten(0, 1)
-        sums: ParameterGradients = {module.weight: rows.mT @ a[selection].flatten(0, 1)}
-        return sums if bias is None else {**sums, bias: c[selection] @ bias_gradients[selection]}
+        return _compute_trained(
+            module, lambda: rows.mT @ a[selection].flatten(0, 1), lambda: c[selection] @ bias_gradients[selection]
+        )
 
     return LayerGradients(squares, sum_weighted)
 
@@ -132,17 +132,16 @@ def _conv2d_ghost(module: nn.Conv2d, a: Tensor, g: Tensor) -> LayerGradients | N
     n_pixels = (a.shape[2] + pad_top + pad_bottom) * (a.shape[3] + pad_left + pad_right)
     if not (module.weight.requires_grad and _is_ghost_smaller(n_pixels, module.weight.numel() // module.groups)):
         return None
-    squares = _patch_squares(module, a, g)
-    bias = _trainable_bias(module)
-    bias_gradients = g.sum((2, 3)) if bias is not None else g
-    if bias is not None:
+    squares, bias_gradients = _patch_squares(module, a, g), g
+    if _is_trained(module.bias):
+        bias_gradients = g.sum((2, 3))
         squares = squares + square_norms(bias_gradients)
 
     def sum_weighted(c: Tensor, selection: RowSelection) -> ParameterGradients:
         rows = g[selection] * c[selection].view(-1, 1, 1, 1)
         with _disable_tf32(g):
-            sums: ParameterGradients = {module.weight: _weight_gradient(module, a[selection], rows)}
-        return sums if bias is None else {**sums, bias: c[selection] @ bias_gradients[selection]}
+            kernels = _weight_gradient(module, a[selection], rows)
+        return _compute_trained(module, lambda: kernels, lambda: c[selection] @ bias_gradients[selection])
 
     return LayerGradients(squares, sum_weighted)
 
@@ -187,21 +186,19 @@ def _patch_gram(module: nn.Conv2d, x: Tensor, size: torch.Size) -> Tensor:
 
 def _conv2d_per_example(module: nn.Conv2d, a: Tensor, g: Tensor) -> ParameterGradients:
     """Return the gradients [b, …] of each trained parameter; the examples become groups of one image's channels."""
-    gradients: ParameterGradients = {}
-    if module.weight.requires_grad:
+
+    def compute_kernels() -> Tensor:
         kernels = _weight_gradient(module, a.flatten(0, 1)[None], g.flatten(0, 1)[None], n_examples=len(a))
-        gradients[module.weight] = kernels.view(len(a), *module.weight.shape)
-    bias = _trainable_bias(module)
-    return gradients if bias is None else {**gradients, bias: g.sum((2, 3))}
+        return kernels.view(len(a), *module.weight.shape)
+
+    return _compute_trained(module, compute_kernels, lambda: g.sum((2, 3)))
 
 
 def _linear_per_example(module: nn.Linear, a: Tensor, g: Tensor) -> ParameterGradients:
     """Return the gradients [b, …] of each trained parameter; Opacus's rule, whose import takes a rank a second."""
-    gradients: ParameterGradients = {}
-    if module.weight.requires_grad:
-        gradients[module.weight] = torch.einsum("n...i,n...j->nij", g, a)
-    bias = _trainable_bias(module)
-    return gradients if bias is None else {**gradients, bias: torch.einsum("n...k->nk", g)}
+    return _compute_trained(
+        module, lambda: torch.einsum("n...i,n...j->nij", g, a), lambda: torch.einsum("n...k->nk", g)
+    )
 
 
 _NormRule = Callable[[Any, Tensor, Tensor], ParameterGradients]
@@ -212,8 +209,7 @@ def _gain_gradients(
     module: Any, normalize: Callable[[], Tensor], g: Tensor, sum_positions: Callable[[Tensor], Tensor]
 ) -> ParameterGradients:
     """Return gradients of a gain γ and a bias β in y = x̂ · γ + β, with x̂ normalised, summed over positions."""
-    terms = {module.weight: lambda: normalize() * g, module.bias: lambda: g}
-    return {p: sum_positions(terms[p]()) for p in terms if p is not None and p.requires_grad}
+    return _compute_trained(module, lambda: sum_positions(normalize() * g), lambda: sum_positions(g))
 
 
 def _rule_frozen_norm(module: FrozenNorm, a: Tensor, g: Tensor) -> ParameterGradients:
@@ -288,8 +284,14 @@ def _disable_tf32(g: Tensor) -> Iterator[None]:
         yield
 
 
-def _trainable_bias(module: nn.Linear | nn.Conv2d) -> Tensor | None:
-    return module.bias if module.bias is not None and module.bias.requires_grad else None
+def _is_trained(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
+
+
+def _compute_trained(module: Any, weight: Callable[[], Tensor], bias: Callable[[], Tensor]) -> ParameterGradients:
+    """Return the gradients of a module's weight and bias, of those that are trained."""
+    terms = {module.weight: weight, module.bias: bias}
+    return {parameter: compute() for parameter, compute in terms.items() if _is_trained(parameter)}
 
 
 def square_norms(rows: Tensor) -> Tensor:

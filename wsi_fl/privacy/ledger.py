@@ -91,15 +91,15 @@ class PrivacyLedger:
 
     def list_rounds(self) -> list[LedgerRound]:
         """Return the rounds of this run at this site, oldest first."""
-        return collect_rounds(self._entries_of_this_run())
+        return collect_rounds(self.entries_of_run(self.run))
 
     def count_rounds(self) -> int:
         """Return the number of rounds of this run on the account."""
-        return len(collect_mechanisms(self._entries_of_this_run()))
+        return len(collect_mechanisms(self.entries_of_run(self.run)))
 
     def last_plan(self) -> dict[str, Any] | None:
         """Return the fields of this run's last recorded privacy plan; None before the first round."""
-        for entry in reversed(self._entries_of_this_run()):
+        for entry in reversed(self.entries_of_run(self.run)):
             if entry.mechanism is not None:
                 terms = {"delta": entry.delta, "unit": entry.unit}
                 return terms | entry.mechanism.model_dump() | (entry.plan.model_dump() if entry.plan else {})
@@ -132,10 +132,7 @@ class PrivacyLedger:
 
     def record_transmission(self, round_: int, *digests: str) -> None:
         """Record that a round is final: content of these SHA-256 is about to leave, so it is never trained again."""
-        with self._file.hold_lock():
-            for sha256 in digests:
-                self._require_newest(round_, sha256)
-            self._append_entry(self._line_head(round_) | {"sending": True})
+        self._record_departure(round_, *digests, sending=True)
 
     def settle_round(self, round_: int, sha256: str) -> None:
         """Check that the stored content of a resumed round is on record, and record that the round is final."""
@@ -147,7 +144,13 @@ class PrivacyLedger:
             if not current.final:
                 self._append_entry(self._line_head(round_) | {"sending": True})
 
-    def _line_head(self, round_: int) -> dict[str, Any]:
+    def _record_departure(self, round_: int, *digests: str, **fields: object) -> None:
+        with self._file.hold_lock():
+            for sha256 in digests:
+                self._require_newest(round_, sha256)
+            self._append_entry(self._line_head(round_) | fields)
+
+    def _line_head(self, round_: int) -> dict[str, object]:
         return {"run": self.run, "site": self.site, "round": round_}
 
     def _find_round(self, number: int) -> LedgerRound | None:
@@ -185,7 +188,7 @@ class PrivacyLedger:
         scope = self._entries_in_scope(binding)
         self.terms.check_account(self._file.entries, scope, path=self.path, site=self.site)
         promise = self.references.get("promise")
-        if promise and {e.promise for e in self._entries_of_this_run() if e.promise} - {promise}:
+        if promise and {e.promise for e in self.entries_of_run(self.run) if e.promise} - {promise}:
             raise WsiFlError(
                 f"{self.path}: sites/{self.site}/site.toml of run {self.run} is not the one it began with; put that "
                 "file back, or start a new run"
@@ -229,11 +232,11 @@ class PrivacyLedger:
             self._append_entry(self._build_entry(round_, mechanism, content))
         return round_
 
-    def _append_entry(self, entry: dict[str, Any]) -> None:
+    def _append_entry(self, entry: dict[str, object]) -> None:
         self._file.append(entry | ({"real": True} if self.terms.lifetime else {}))
 
-    def _build_entry(self, round_: int, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
-        entry = {"time": datetime.now(UTC).isoformat(timespec="seconds")} | self._line_head(round_)
+    def _build_entry(self, round_: int, mechanism: Mechanism | None, content: str) -> dict[str, object]:
+        entry: dict[str, object] = {"time": datetime.now(UTC).isoformat(timespec="seconds")} | self._line_head(round_)
         return entry | self.terms.ledger_fields(mechanism, content) | self.references
 
     def _entries_in_scope(self, lifetime: bool) -> list[LedgerEntry]:
@@ -243,10 +246,6 @@ class PrivacyLedger:
             if self.terms.lifetime:
                 return lifetime_entries(self._file.entries, self.terms.unit)
         return [e for e in self._file.entries if lifetime or (e.site == self.site and e.run_id in self._counted_runs)]
-
-    def _entries_of_this_run(self) -> list[LedgerEntry]:
-        """Return the lines of this run."""
-        return self.entries_of_run(self.run)
 
     def entries_of_run(self, run: str) -> list[LedgerEntry]:
         """Return the lines of this site in a run."""
@@ -302,10 +301,8 @@ class PrivacyLedger:
         `agreement` is the SHA-256 of that plan; "" for none.
         """
         sha256 = digest_values(vector)
-        with self._file.hold_lock():
-            self._require_newest(round_, sha256)
-            agreement_field = {"agreement": agreement} if agreement else {}
-            self._append_entry(self._line_head(round_) | {"sending": True, "again": True} | agreement_field)
+        agreement_field = {"agreement": agreement} if agreement else {}
+        self._record_departure(round_, sha256, sending=True, again=True, **agreement_field)
         return self._seal_release(round_, vector, schema, weight, sha256)
 
     def relay_mixture(
@@ -317,15 +314,13 @@ class PrivacyLedger:
         release itself, of SHA-256 `own_sha256`, had left.
         """
         sha256 = digest_values(vector)
-        with self._file.hold_lock():
-            self._require_newest(round_, own_sha256)
-            self._append_entry(self._line_head(round_) | {"relayed": sha256})
+        self._record_departure(round_, own_sha256, relayed=sha256)
         return self._seal_release(round_, vector, schema, weight, sha256)
 
     def _seal_release(self, round_: int, vector: ReleaseValues, schema: str, weight: float, sha256: str) -> Release:
         return Release(self.site, round_, schema, vector, weight, sha256, seal=SEAL)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Return the state of the account as plain JSON values."""
         return {
             "site": self.site,

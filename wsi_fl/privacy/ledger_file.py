@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +44,6 @@ class _LedgerLine(BaseModel):
 
 
 class _AppliedMechanism(_LedgerLine):
-    """The mechanism of an entry."""
-
     sigma: float = Field(ge=0)
     clip: float = Field(gt=0)
     sample_rate: float = Field(gt=0, le=1)
@@ -176,7 +174,7 @@ class LedgerFile:
             self._digests.append(self._chain_hash.hexdigest())
             self.entries.append(entry)
 
-    def append(self, entry: dict[str, Any]) -> None:
+    def append(self, entry: Mapping[str, object]) -> None:
         """Append a line, then write the heads. The caller holds the lock and has caught up."""
         append_line(self.path, {**entry, "prev": self._chain_hash.hexdigest()})
         self.catch_up()
@@ -206,13 +204,7 @@ class LedgerFile:
             yield
 
     def _read_new_lines(self) -> list[bytes]:
-        """Return the complete lines that were not read yet.
-
-        A line cut short by a crash is left out: no release has followed it.
-
-        Raises:
-            WsiFlError: when the file is shorter than the part read before.
-        """
+        # return the lines that were not read yet, without one cut short by a crash: no release has followed it
         if not self.path.exists():
             return []
         if self.path.stat().st_size + 1 < self._n_bytes_read:  # the newline of the last line may be missing

@@ -190,14 +190,6 @@ def _step_losses(mixture: _NormalMixture, h: float, tail: float, max_terms: int)
     return forth.trim_ends(tail), back.trim_ends(tail)
 
 
-def _count_steps(mechanisms: Sequence[Mechanism]) -> Counter[tuple[float, float]]:
-    """Return the number of steps of each (noise multiplier, sampling rate)."""
-    times: Counter[tuple[float, float]] = Counter()
-    for mechanism in mechanisms:
-        times[mechanism.sigma, mechanism.sample_rate] += mechanism.steps
-    return times
-
-
 def min_mean_loss(mechanisms: Sequence[Mechanism], k: int) -> float:
     """Return a lower bound on the mean privacy loss of all steps for k rows.
 
@@ -212,7 +204,9 @@ def epsilon_by_loss(mechanisms: Sequence[Mechanism], delta: float, k: int, max_e
     Args:
         mechanisms: with noise and at least one step each.
     """
-    times = _count_steps(mechanisms)
+    times: Counter[tuple[float, float]] = Counter()  # steps of each noise multiplier and sampling rate
+    for mechanism in mechanisms:
+        times[mechanism.sigma, mechanism.sample_rate] += mechanism.steps
     steps = np.array([*times.values()], np.float64)
     tail = delta * _END_SHARE / float(steps.sum())
     if tail < _MIN_TAIL or len(times) > _MAX_KINDS:

@@ -123,11 +123,7 @@ def _is_in_packages(name: str | None, packages: tuple[str, ...]) -> bool:
 
 
 def _is_trusted(value: object, modules: set[int], depth: int = 0) -> bool:
-    """Return whether an attribute of a module is data, or code of PyTorch, a library or wsi-fl.
-
-    Args:
-        modules: ids of the model's modules, which are checked themselves; other modules are not trusted.
-    """
+    """Return whether an attribute is data, a module of these ids, or code of PyTorch, a library or wsi-fl."""
     if value is None or type(value) in (bool, int, float, str):  # the usual case
         return True
     parts: tuple[object, ...] | None = None

@@ -113,14 +113,7 @@ class RowwiseLoss:
         return loss.detach() + (product - product.detach())
 
     def _gradients_of_rows(self, outputs: Tensor, rows: list[int], *, per_class: bool) -> Tensor:
-        """Return the gradients [m, …] of these rows' losses by their outputs.
-
-        Args:
-            per_class: whether a tensor of as many numbers as the batch has rows, and an output numbers, is of classes.
-
-        Raises:
-            UsageError: when they differ in the batch, or in a second pass.
-        """
+        # return the gradients [m, …] of these rows' losses; refuse ones that differ in the batch or a second pass
         constants = dict(self._constants)
         gradients = torch.cat([self._gradient_of_row(outputs, row, constants, per_class) for row in rows])
         if not _are_close(self._gradient_of_row(outputs, rows[0], constants, per_class), gradients[:1]):
@@ -130,11 +123,7 @@ class RowwiseLoss:
         return gradients
 
     def _gradient_of_row(self, outputs: Tensor, row: int, constants: _Constants, per_class: bool) -> Tensor:
-        """Return [1, …], the gradient of the loss of a row alone by its output.
-
-        Raises:
-            UsageError: when there is none, or with other constants than before.
-        """
+        # return [1, …], the gradient of the loss of a row alone by its output; refuse other constants than before
         with torch.enable_grad():
             output = outputs[row : row + 1].detach().requires_grad_()
             view = _SingleRowView(output, row, len(outputs), per_class)
@@ -158,11 +147,7 @@ class RowwiseLoss:
         return gradient
 
     def _require_mean(self, outputs: Tensor, rows: list[int], gradients: Tensor) -> None:
-        """Refuse a loss whose gradients in the batch are not those of single rows, divided by their number.
-
-        Raises:
-            UsageError: when they are not.
-        """
+        # refuse a loss whose gradients in the batch are not those of single rows, divided by their number
         with torch.enable_grad():
             batch = outputs.detach().requires_grad_()
             loss = self._loss_of(batch)

@@ -49,7 +49,7 @@ class StoreMeta:
     """Of slides: the least share of tissue in a patch; None if unknown."""
 
 
-def root_attrs(file_format: str, spec: GridSpec) -> dict[str, Any]:
+def root_attrs(file_format: str, spec: GridSpec) -> dict[str, object]:
     """Return the root attributes common to all formats."""
     return asdict(spec) | {"format": file_format, "version": _VERSION, "tool_version": __version__}
 

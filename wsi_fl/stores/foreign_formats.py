@@ -72,13 +72,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class _ForeignSlide:
-    """The features of one slide in another tool's file.
-
-    Attributes:
-        features: float32[m, d].
-        xy: top-left corners [m, 2], in level-0 pixels or in µm; None where the file has none.
-        cluster, weight: as in `Bag`, in our own exports only.
-    """
+    """The features of one slide in another tool's file, and top-left corners in level-0 pixels or in µm."""
 
     features: NDArray[np.float32]
     xy: NDArray[Any] | None
@@ -88,11 +82,7 @@ class _ForeignSlide:
     weight: NDArray[np.float32] | None = None
 
     def build_bag(self, mpp_l0: float | None) -> Bag:
-        """Return the bag with places in level-0 pixels, or unknown places.
-
-        Args:
-            mpp_l0: µm per level-0 pixel of the slide, needed for places in µm.
-        """
+        """Return the bag with places in level-0 pixels, or unknown places; those in µm need `mpp_l0`."""
         unit = mpp_l0 if self.is_in_um else 1.0
         if self.xy is None or unit is None:
             xy = np.full((len(self.features), 2), UNKNOWN_PLACE, np.int64)
@@ -343,11 +333,7 @@ def _has_values(group: h5py.Group, name: str) -> bool:
 
 
 def _read_matrix(file: h5py.File, name: str) -> NDArray[Any]:
-    """Return a dense or sparse (CSR, CSC) matrix of AnnData as a dense array.
-
-    Raises:
-        WsiFlError: when it is neither, damaged, or does not fit into memory.
-    """
+    # return a dense or sparse (CSR, CSC) matrix of AnnData as a dense array
     if not isinstance(group := find_entry(file, name), h5py.Group):
         return np.asarray(read_dataset(file, name)[:])
     where, kind = Path(file.filename).name, _read_text(group.attrs, "encoding-type")

@@ -212,13 +212,7 @@ def _list_files(folder: Path) -> list[Path]:
 
 
 def _read_pictures(folder: Path, paths: Sequence[Path], size_px: int | None) -> NDArray[np.uint8]:
-    """Return pictures as uint8[n, side, side, c]: c is 1 where none has any colour, such as radiographs saved as RGB.
-
-    Each is resized when it is read: at full size they may not fit into memory.
-
-    Raises:
-        UsageError: when they are no squares of one size and `size_px` is None, or do not fit into memory.
-    """
+    # return pictures as uint8[n, side, side, c], resized when they are read; c is 1 where none has any colour
     x = np.empty((0, 0, 0, 1), np.uint8)
     for k, path in enumerate(paths):
         picture = _read_picture(path)
@@ -237,11 +231,7 @@ def _read_pictures(folder: Path, paths: Sequence[Path], size_px: int | None) -> 
 
 
 def _read_picture(path: Path) -> Image.Image:
-    """Return a picture as RGB.
-
-    Raises:
-        WsiFlError: when it is damaged, or of more than 16 bits a channel.
-    """
+    # return a picture as RGB
     try:
         with Image.open(path) as picture:
             if picture.mode in ("I", "F"):
