@@ -102,7 +102,10 @@ def build_projection(
         progress.update(path.name, 0, 1)
     for path in files:
         try:
-            features = _load_features(path, study, pipeline, encoder, mpp)
+            if path.suffix == ".h5":
+                features = _load_store_features(path, encoder.label)
+            else:
+                features = _extract_features(path, study, pipeline, encoder, mpp)
         except WsiFlError as error:
             if path in sources or isinstance(error, UsageError):
                 raise
@@ -155,15 +158,6 @@ def _require_public(study: Study, files: Sequence[Path]) -> None:
             raise
         except WsiFlError:  # an unreadable store is reported or skipped when its features are loaded
             continue
-
-
-def _load_features(
-    path: Path, study: Study, pipeline: Pipeline, encoder: Encoder, mpp: float | None
-) -> NDArray[np.float32]:
-    """Return features float32[m, d] of some patches of a source."""
-    if path.suffix == ".h5":
-        return _load_store_features(path, encoder.label)
-    return _extract_features(path, study, pipeline, encoder, mpp)
 
 
 def _load_store_features(path: Path, encoder: str) -> NDArray[np.float32]:

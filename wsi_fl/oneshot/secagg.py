@@ -282,11 +282,8 @@ class SecureSum:
     def mask_values(self, values: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return uint64[n], the values int64[n] under both masks."""
         self._advance_to(1)
-        paired, self_seed = (
-            self._mask_pairs(values, self._local_site, self._seeds[_PAIR_MASKS]),
-            self._seeds[_SELF_MASK],
-        )
-        return paired + _self_mask(self_seed, self.sum_context, len(values))
+        paired = self._mask_pairs(values, self._local_site, self._seeds[_PAIR_MASKS])
+        return paired + _self_mask(self._seeds[_SELF_MASK], self.sum_context, len(values))
 
     def vote_survivors(self, received: Collection[int], reports: Iterable[Collection[int]]) -> _Parcel:
         """Choose the survivors, and return this site's vote for all others.

@@ -17,25 +17,8 @@ from wsi_fl.system.machine import free_bytes
 from wsi_fl.types import Images, Shape, UsageError, WsiFlError
 
 
-def load_buffer(context: RunContext, index: int) -> Buffer | None:
-    """Return a site's buffer, stored in the run or freshly drawn; None without patches.
-
-    Raises:
-        WsiFlError: for a site without a generator that passed its check.
-    """
-    data = context.open_data(context.names[index])
-    image_shape, n_classes = data.shape, len(data.classes)
-    if not isinstance(image_shape, Images):
-        return None
-    shape = BufferShape(
-        context.pipeline.find_section(Replay).buffer, image_shape.size_px, image_shape.channels, n_classes
-    )
-    _require_memory(shape)
-    stored = context.run.site_folder(data.site).read_buffer()
-    if stored is not None:
-        values, provenance = stored
-        return Buffer(shape, values, provenance)
-    return _draw_buffer(context, data, shape, index)
+def _find_shape(pipeline: Pipeline, images: Images, n_classes: int) -> BufferShape:
+    return BufferShape(pipeline.find_section(Replay).buffer, images.size_px, images.channels, n_classes)
 
 
 def _require_memory(shape: BufferShape) -> None:
@@ -82,12 +65,22 @@ class _BufferHooks(StudyHooks):
     """Buffers of the variants that send any."""
 
     def load_buffer(self, context: RunContext, index: int) -> Buffer | None:
-        return load_buffer(context, index) if context.method.find_disclosure("buffer") else None
+        """Return a site's buffer, stored in the run or freshly drawn; None without patches.
+
+        Raises:
+            WsiFlError: for a site without a generator that passed its check.
+        """
+        data = context.open_data(context.names[index])
+        if not (context.method.find_disclosure("buffer") and isinstance(data.shape, Images)):
+            return None
+        shape = _find_shape(context.pipeline, data.shape, len(data.classes))
+        _require_memory(shape)
+        if stored := context.run.site_folder(data.site).read_buffer():
+            return Buffer(shape, *stored)
+        return _draw_buffer(context, data, shape, index)
 
     def count_bytes(self, pipeline: Pipeline, disclosure: Disclosure, shape: Shape, n_classes: int) -> int | None:
-        if not isinstance(shape, Images):
-            return None
-        return BufferShape(pipeline.find_section(Replay).buffer, shape.size_px, shape.channels, n_classes).n_bytes
+        return _find_shape(pipeline, shape, n_classes).n_bytes if isinstance(shape, Images) else None
 
 
 HOOKS = _BufferHooks()

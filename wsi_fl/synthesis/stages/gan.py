@@ -143,10 +143,9 @@ class _GanType(GeneratorType):
         yield draw_samples(generator, labels, seed=provenance["seed"])
 
     def collect_evidence(self, case: CheckCase) -> CheckEvidence:
-        gan, lpips = case.pipeline.find_section(Gan), case.load_lpips()
-        training, held_out = (
-            real_set.sample_rows(gan.check_images, gan.seed) for real_set in (case.training, case.held_out)
-        )
+        gan, lpips = case.pipeline.find_section(Gan), load_site_lpips(case.study, case.pipeline, case.site)
+        training = case.training.sample_rows(gan.check_images, gan.seed)
+        held_out = case.held_out.sample_rows(gan.check_images, gan.seed)
         real_sets = (training, held_out)
         rows = [draw_indices(len(real_set), gan.projections, gan.seed + 1) for real_set in real_sets]
         targets = (training.select_rows(rows[0]), held_out.select_rows(rows[1]))

@@ -154,10 +154,8 @@ def _open_document(study: Study, site: str, folder: GeneratorFolder, settings: D
     location = study.relative_path(folder.path)
     if any(document["store"].get(key, value) != value for key, value in store.items()):
         raise UsageError(f"{location}: was trained on another store of site {site}; --again trains anew")
-    (first_phase, second_phase), (document_first, document_second) = (
-        _split_settings(settings),
-        _split_settings(document["settings"]),
-    )
+    first_phase, second_phase = _split_settings(settings)
+    document_first, document_second = _split_settings(document["settings"])
     if differing_keys := [key for key, value in first_phase.items() if document_first.get(key) != value]:
         raise UsageError(
             f"{location}: a generator with other settings is there ({', '.join(differing_keys)}); --again trains anew"

@@ -133,10 +133,6 @@ class CheckCase:
         """The largest memory for comparing two sets of images."""
         return self.pipeline.find_section(LpipsKeys).memory_mb << 20
 
-    def load_lpips(self) -> Lpips:
-        """Return LPIPS with the pipeline's weights."""
-        return load_site_lpips(self.study, self.pipeline, self.site)
-
     def compute_usual_lpips(
         self, lpips: Lpips, training: RealImages, held_out: RealImages, references: RealImages
     ) -> DistancePair:
