@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,7 @@ def _name_examples(files: Sequence[str]) -> str:
     return f": {', '.join(files[:3])}{', …' if len(files) > 3 else ''}" if files else ""
 
 
-def render_projection_lines(document: dict[str, Any]) -> Lines:
+def render_projection_lines(document: Mapping[str, Any]) -> Lines:
     """Yield the sources of the file, and the next command."""
     rows = sum(source["rows"] for source in document["sources"])
     yield TextLine(

@@ -16,9 +16,10 @@ import numpy as np
 from wsi_fl.data.batches import load_batches
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.privacy_units import PrivacyUnits
-from wsi_fl.learning.local_training import DPSettings, Learner
+from wsi_fl.data.tasks import target_columns
 from wsi_fl.models import schema_digest
-from wsi_fl.oneshot.payload import compute_statistics, require_head
+from wsi_fl.oneshot.class_statistics import NoisyStatistics
+from wsi_fl.oneshot.payload import require_head
 from wsi_fl.oneshot.released_statistics import (
     STATISTICS_RUN,
     ReleasedStatistics,
@@ -178,24 +179,15 @@ def _sum_examples(
     context: RunContext, train: Cohort, units: PrivacyUnits, plan: PrivacyPlan | None, delta: float
 ) -> SharedHead:
     """Return the head with the sums of all units, with the noise of the plan."""
-    keys, device, head = context.pipeline.train, select_device(), require_head(build_model(context, 0, "shared"))
-    noise = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit) if plan else None
-    learner = Learner(
-        head,
-        lr=keys.lr,
-        weight_decay=keys.weight_decay,
-        device=device,
-        dp=noise,
-        task=train.task,
-        build_trainer=context.method.payload.build_trainer,
-    )
-    if plan is not None and learner.trainer is not None:
-        require_plan(plan, learner.trainer, n=units.n, steps=1, delta=delta, mode="strict")
-    stream = CipherStream.from_entropy()
+    device, mechanism = select_device(), NoisyStatistics(0.0, 1.0, units.n)
+    head, stream = require_head(build_model(context, 0, "shared")).to(device), CipherStream.from_entropy()
+    if plan is not None:
+        mechanism = NoisyStatistics.from_plan(plan)
+        require_plan(plan, mechanism, n=units.n, steps=1, delta=delta, mode="strict")
     rows = [units.draw_rows(np.arange(units.n), stream)]
     image_batches = load_batches(train, iter(rows), augment=None, device=device)
-    for batch in units.attach_units(image_batches, rows, device):
-        compute_statistics(learner, batch, stream)
+    for x, y, *patients in units.attach_units(image_batches, rows, device):
+        mechanism.fill(head, x, target_columns(train.task, y), stream, *patients)
     return head
 
 

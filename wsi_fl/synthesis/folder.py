@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # `check` does not need PyTorch
 
 Phase = Literal["before", "after", "denoiser"]
 """The network of a training: a GAN's without, or with, the privacy loss, or that of a diffusion model."""
+Document = dict[str, Any]
+"""A document of a generator: of its training or its check."""
 _Network = TypeVar("_Network", bound="nn.Module")
 
 KINDS = ("gan", "ddpm")
@@ -58,7 +60,7 @@ class GeneratorFolder:
     def check_path(self) -> Path:
         return self.path / "check.json"
 
-    def read_document(self) -> dict[str, Any] | None:
+    def read_document(self) -> Document | None:
         """Return the document of the training; None before it has begun.
 
         Raises:
@@ -78,7 +80,7 @@ class GeneratorFolder:
     def _command_text(self, verb: str) -> str:
         return f"`wsi-fl synthesize {verb} --site {self.path.name} --generator {self.kind}"
 
-    def read_check(self) -> dict[str, Any] | None:
+    def read_check(self) -> Document | None:
         """Return the verdict; None before the first check.
 
         Raises:
@@ -217,7 +219,7 @@ class GeneratorFolder:
     def log_metrics(self, line: Mapping[str, Any]) -> None:
         append_line(self.path / "metrics.jsonl", line)
 
-    def read_metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[Document]:
         return read_lines(self.path / "metrics.jsonl", {"iteration": int})
 
     def forget_after(self, iteration: int) -> None:
@@ -236,7 +238,7 @@ def list_generator_files(study: Study, site: str) -> Iterator[list[tuple[str, Ca
 
 
 def _restore_tensors(
-    path: Path, subject: str, advice: str, load: Callable[[dict[str, Tensor], dict[str, Any]], object]
+    path: Path, subject: str, advice: str, load: Callable[[dict[str, Tensor], Document], object]
 ) -> None:
     tensors, document = load_tensors(path, subject, advice)
     try:

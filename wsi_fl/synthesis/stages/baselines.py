@@ -7,10 +7,10 @@ generated images pooled; FedAvg. One table (the paper's Tables 1, 3, 4 and 7) be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from wsi_fl.data.metrics import SCORES
-from wsi_fl.report.formatting import format_number
+from wsi_fl.report.formatting import Json, format_number
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
@@ -39,11 +39,11 @@ class _BaselinesDocument(TypedDict):
     aggregate: str
     rows: list[dict[str, str | float | None]]
     """Scores of each model, in the order of the paper's tables."""
-    aggregated: dict[str, dict[str, Any]]
+    aggregated: dict[str, Json]
     transfers: dict[str, int]
-    memorization: list[dict[str, Any]]
+    memorization: list[Json]
     """Table 4, a row for each site."""
-    curve: list[dict[str, Any]]
+    curve: list[Json]
     """Figure 5: accuracies by number of generated images of each class."""
 
 
@@ -66,7 +66,7 @@ def run_baselines(
     _check_request(context)
     watcher = watcher or SilentProgress()
 
-    def run_method(method: str, pipeline: Pipeline) -> tuple[RunFolder, Mapping[str, Any]]:
+    def run_method(method: str, pipeline: Pipeline) -> tuple[RunFolder, Json]:
         """Return the run of a method with these settings on the stores of today, unless done, and its evaluation."""
         with RunContext.create(study, pipeline, method) as context:
             inputs = {name: context.open_data(name).digest() for name in context.names}
@@ -108,10 +108,7 @@ def _check_request(context: RunContext) -> None:
 
 
 def _build_document(
-    context: RunContext,
-    runs: Mapping[str, RunFolder],
-    evaluations: Mapping[str, Mapping[str, Any]],
-    curve: Mapping[int, Mapping[str, Any]],
+    context: RunContext, runs: Mapping[str, RunFolder], evaluations: Mapping[str, Json], curve: Mapping[int, Json]
 ) -> _BaselinesDocument:
     study, pipeline = context.study, context.pipeline
     rule = pipeline.find_section(Mpcpa).aggregate
@@ -140,8 +137,8 @@ def _build_document(
     }
 
 
-def _build_rows(rule: str, evaluations: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, str | float | None]]:
-    def select_scores(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
+def _build_rows(rule: str, evaluations: Mapping[str, Json]) -> Iterator[dict[str, str | float | None]]:
+    def select_scores(evaluation: Json) -> dict[str, float | None]:
         return {name: evaluation[name] for name in SCORES}
 
     def mean_scores(method: str) -> dict[str, float | None]:

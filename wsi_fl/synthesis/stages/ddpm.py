@@ -38,13 +38,12 @@ from wsi_fl.synthesis.ddpm import (
     flatten_parameters,
     step,
 )
-from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.folder import Document, GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.synthesis.lpips import Lpips, find_nearest_lpips
 from wsi_fl.synthesis.stages.generator_types import (
     CheckCase,
     CheckEvidence,
-    Document,
     GeneratorTrainer,
     GeneratorType,
     Losses,

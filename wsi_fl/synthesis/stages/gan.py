@@ -19,7 +19,7 @@ from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.copying_evidence import Comparison, compare_paired, compare_relative, summarize_distances
-from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.folder import Document, GeneratorFolder, Phase
 from wsi_fl.synthesis.gan_training import GanState, describe_terms, draw_samples, project_images, step
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, Lpips, compute_margin, embed_images, find_nearest_lpips
@@ -27,7 +27,6 @@ from wsi_fl.synthesis.stages.generator_types import (
     CheckCase,
     CheckEvidence,
     DistancePair,
-    Document,
     GeneratorTrainer,
     GeneratorType,
     Losses,

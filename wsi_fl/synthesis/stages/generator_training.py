@@ -13,8 +13,8 @@ from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watch
 from wsi_fl.stages.site.site_data import open_store, pixels_digest, store_digest
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.stages.generator_types import Document, GeneratorTrainer, GeneratorType, Losses
+from wsi_fl.synthesis.folder import Document, GeneratorFolder, Phase
+from wsi_fl.synthesis.stages.generator_types import GeneratorTrainer, GeneratorType, Losses
 from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
 from wsi_fl.synthesis.training_state import balance_labels
 from wsi_fl.system.files import site_lock, write_bytes

@@ -21,7 +21,7 @@ from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.copying_evidence import CRITERIA, Comparison
-from wsi_fl.synthesis.folder import KINDS, GeneratorFolder, Phase
+from wsi_fl.synthesis.folder import KINDS, Document, GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.synthesis.lpips import RANDOM, Lpips, find_nearest_lpips, load_lpips
 from wsi_fl.synthesis.training_state import TrainingState
@@ -31,7 +31,6 @@ HELD_OUT = ("test", "val")
 """Splits outside of every generator's training set."""
 _MIN_IMAGES = 2
 
-Document = dict[str, Any]
 _Shape = TypeVar("_Shape")
 DistancePair = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Distances of training and of held-out images."""
