@@ -112,11 +112,8 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
 def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, ReleasedStatistics] | None:
     """Return (label, statistics) of the first valid copy in the ledger, or None where nothing has left yet.
 
-    A valid copy that is not in the ledger is returned where there is no other, to be refused.
-
-    Raises:
-        WsiFlError: when all copies are damaged, or the ledger has a release without a copy here: another one would be
-            charged a second time.
+    A valid copy that is not in the ledger is returned where there is no other, to be refused. WsiFlError where all are
+    damaged, or the ledger has a release without a copy here: another one would be charged a second time.
     """
     copies, errors = [], []
     for file in (path for path in files if path.exists()):
@@ -125,14 +122,12 @@ def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
             copies.append((label, read_statistics(file, label)))
         except WsiFlError as error:
             errors.append(error)
-    charged = {
-        sent for ledger_round in ledger.list_rounds() if ledger_round.final for sent in ledger_round.releases.values()
-    }
-    released = {sent for ledger_round in ledger.list_rounds() for sent in ledger_round.releases.values()}
+    rounds = ledger.list_rounds()
+    released = {sent for ledger_round in rounds for sent in ledger_round.releases.values()}
     by_ledger = [copy for copy in copies if digest_values(copy[1].vector) in released]
     if errors and not copies:
         raise errors[0]
-    if charged and not copies:
+    if not copies and any(ledger_round.final and ledger_round.releases for ledger_round in rounds):
         raise WsiFlError(
             f"site {ledger.site}: its ledger has a release of statistics, and no copy is here; put "
             f"{study.relative_path(files[-1])} back (from a backup, or from a site that has it), or spend as much once "

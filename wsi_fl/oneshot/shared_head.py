@@ -410,8 +410,7 @@ def _signal_fraction(means: Tensor, rows: Tensor, inverse: Tensor, v: Tensor) ->
 
     Args:
         means, rows: float64[k, d] of the classes with statistics, and their effective sample sizes.
-        inverse: float64[d, d], of the covariance within classes.
-        v: mean variance of this covariance.
+        inverse, v: float64[d, d], of the covariance within classes, and its mean variance.
     """
     if len(means) < 2:
         return v.new_ones(())

@@ -274,7 +274,7 @@ def summarize_distances(distances: _Distances) -> _Spread:
     return _Spread(len(distances), float(np.median(distances)), q05, float(distances.min()))
 
 
-def _compare_distances(training: _Distances, held_out: _Distances, *, copy_below: float = COPY_THRESHOLD) -> Comparison:
+def _compare_distances(training: _Distances, held_out: _Distances) -> Comparison:
     """Return whether training images are nearer to their nearest synthetic one than held-out images are."""
     a, b = training, held_out
     test = mannwhitneyu(a, b, alternative="less")
@@ -289,8 +289,8 @@ def _compare_distances(training: _Distances, held_out: _Distances, *, copy_below
         tail_training=n_inside[0] / len(a),
         tail_held_out=n_inside[1] / len(b),
         p_tail=float(fisher_exact(table, alternative="greater").pvalue),
-        copies_training=int((a < copy_below).sum()),
-        copies_held_out=int((b < copy_below).sum()),
+        copies_training=int((a < COPY_THRESHOLD).sum()),
+        copies_held_out=int((b < COPY_THRESHOLD).sum()),
     )
 
 

@@ -60,11 +60,7 @@ def downsample_maps(x: Tensor) -> Tensor:
 
 
 class _EqualLinear(nn.Module):
-    """A linear layer with equalised learning rate: weights ~ N(0, 1) are scaled by 1/√fan-in at use.
-
-    Args:
-        multiplier: of the learning rate of weights and bias (0.01 in the mapping network).
-    """
+    """A linear layer with equalised learning rate: weights ~ N(0, 1) are scaled by multiplier/√fan-in at use."""
 
     def __init__(
         self, inputs: int, outputs: int, *, multiplier: float = 1.0, bias: float = 0.0, active: bool = False
@@ -124,7 +120,7 @@ def _convolve_modulated(
     """Convolve each image of x [b, i, h, w] with filters weight [o, i, k, k] scaled by its style [b, i] (eqs. 1 to 3).
 
     Inputs are scaled by the style and outputs by the demodulation, which costs one convolution with a single set of
-    filters. `up` doubles the resolution: a transposed convolution, then the binomial filter.
+    filters.
     """
     scaled = x * style[:, :, None, None].to(x.dtype)
     kernel = weight.to(x.dtype)
@@ -176,10 +172,7 @@ class _ToImage(nn.Module):
 
 
 def _append_minibatch_std(x: Tensor, group: int) -> Tensor:
-    """Append a map to [b, c, h, w]: the mean standard deviation within groups of images.
-
-    Groups have `group` images, or as many as divide b evenly.
-    """
+    """Append a map to [b, c, h, w]: the mean standard deviation within groups of `group` images, or a divisor of b."""
     b, _, h, w = x.shape
     size = next(n for n in range(min(group, b), 0, -1) if b % n == 0)
     grouped = _full_precision(x).reshape(size, b // size, *x.shape[1:])

@@ -100,11 +100,7 @@ class _DdpmTrainer(GeneratorTrainer):
 
 
 def _read_sampling(settings: Ddpm) -> Sampling:
-    """Return the pipeline's parameters of drawing images.
-
-    Raises:
-        UsageError: for guidance without class dropout, or more steps than the chain has.
-    """
+    """Return the pipeline's parameters of drawing images; UsageError where they fit no denoiser."""
     if settings.guidance != 1.0 and not settings.class_dropout:
         raise UsageError(
             f"ddpm.guidance = {settings.guidance:g} needs a denoiser that was also trained without classes; set "

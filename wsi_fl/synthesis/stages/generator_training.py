@@ -135,10 +135,7 @@ def _clear_folder(folder: Path) -> None:
 
 
 def _open_document(study: Study, site: str, folder: GeneratorFolder, settings: Document, store: Document) -> Document:
-    """Return the document of a generator, new or checked to be of the same training.
-
-    Settings of the second phase alone may change until it begins.
-    """
+    """Return the document of this training, or a new one; settings of the second phase may change until it begins."""
     document = folder.read_document()
     if document is None:
         document = {
