@@ -49,10 +49,11 @@ bootstrap = 20
 """
 
 
-def make_study(root, *, n_sites=3, n=180):
+def make_study(root, *, n_sites=3, n=180, text=PIPELINE):
+    """Make sites of n 16-px patches in all, 40 % of them held out."""
     for name in ("pipelines", "sites"):
         (root / name).mkdir(parents=True)
-    (root / "pipelines" / "mpcpa_tiny.toml").write_text(PIPELINE)
+    (root / "pipelines" / "tiny.toml").write_text(text)
     rng = np.random.default_rng(0)
     y = np.arange(n) % 2
     np.savez(root / "data.npz", x=patches_of(rng, y, 16, (0, 0, 0)), y=y)

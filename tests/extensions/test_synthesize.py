@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
+import test_mpcpa
 import torch
-from conftest import check, patches_of, refused, same, train_generator, write_patches_as_bags
+from conftest import check, refused, same, train_generator, write_patches_as_bags
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -43,15 +45,7 @@ model = { private = "cnn1", proxy = "mlp" }
 """
 
 
-def make_study(root):
-    """One site S1 of 60 16-px patches, 40 % of them held out."""
-    for name in ("pipelines", "sites"):
-        (root / name).mkdir(parents=True)
-    (root / "pipelines" / "gan.toml").write_text(SMALL)
-    study, y = Study(root), np.arange(60) % 2
-    np.savez(root / "data.npz", x=patches_of(np.random.default_rng(0), y, 16, (0, 0, 0)), y=y)
-    partition_images(study, root / "data.npz", n_sites=1, test_fraction=0.4)
-    return study
+make_study = partial(test_mpcpa.make_study, n_sites=1, n=60, text=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -171,13 +165,12 @@ def test_settings_of_the_privacy_loss_may_change_until_it_has_begun(tmp_path):
     refused(lambda: train_generator(changed, site="S1"), "other settings of the privacy loss")
 
 
-def interrupted(study, settings, how, after, kind=KIND):
+def interrupted(study, settings, how, after):
     """Run the command until a checkpoint later than iteration `after`, end it by a signal, and return its output."""
     command = [sys.executable, "-m", "wsi_fl", "synthesize", "train", "--site", "S1"]
-    command += ["--generator", kind.name]
     command += [word for one in settings for word in ("--set", one)]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.PIPE, text=True)
-    folder = kind.find_folder(study, "S1")
+    folder = KIND.find_folder(study, "S1")
     deadline = time.monotonic() + 300
     while max(folder.list_iterations(), default=0) <= after:
         assert process.poll() is None, process.stderr.read()
@@ -185,7 +178,7 @@ def interrupted(study, settings, how, after, kind=KIND):
         time.sleep(0.005)
     process.send_signal(how)
     said = process.communicate()[1]
-    refused(lambda: kind.require_trained(study, "S1"), "has not finished", error=WsiFlError)
+    refused(lambda: KIND.require_trained(study, "S1"), "has not finished", error=WsiFlError)
     return process.returncode, said
 
 
@@ -282,11 +275,10 @@ def test_a_synthetic_store_is_a_marked_patch_store_and_never_replaces_a_real_one
 def test_models_train_on_a_synthetic_store(checked):
     study, _ = checked
     sample_generator(study, site="S1", n_per_class=8, name="both", as_site=True)
-    given = {"pipeline_name": "gan", "backend": "local"}
     both = 'sites=["both", "S1"]'
-    summary = train(study, method="fedavg", overrides=[both, "privacy.enabled=false"], **given)
+    summary = train(study, method="fedavg", overrides=[both, "privacy.enabled=false"], backend="local")
     assert {row["site"] for row in summary["sites"]} == {"both", "S1"}
-    summary = train(study, method="proxyfl", overrides=[both], **given)
+    summary = train(study, method="proxyfl", overrides=[both], backend="local")
     assert {row["site"]: row["guarantee"] for row in summary["sites"]} == {"both": "none", "S1": "guaranteed"}
 
 
@@ -298,7 +290,7 @@ def test_features_of_synthetic_patches_are_marked_as_synthetic(study_copy):
     known = BagMeta("both", meta.classes, "e", meta.spec, "features", generator=meta.generator)
     write_patches_as_bags(study.features_path("both"), known, table, np.zeros((len(table), 3), np.float32))
     heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
-    (row,) = release_statistics(study, site="both", pipeline_name="gan", overrides=heads)["sites"]
+    (row,) = release_statistics(study, site="both", overrides=heads)["sites"]
     assert row["guarantee"] == "none"
 
 
