@@ -265,7 +265,7 @@ def store_anew(study):
     study.local_release_path("S0").unlink()
 
 
-@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("real", [False, *nightly(True)])
 @pytest.mark.parametrize("lose", [lost_both, store_anew])
 def test_statistics_on_the_ledger_are_released_a_second_time_only_on_request(study, lose, real):
     if real:
@@ -282,7 +282,7 @@ def test_statistics_on_the_ledger_are_released_a_second_time_only_on_request(stu
     assert released(study, repeat=True)["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
 
 
-@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("real", [False, *nightly(True)])
 @pytest.mark.parametrize("damage", [cut_in_half, other_byte, lambda path: path.write_bytes(b"")])
 @pytest.mark.parametrize("copy", [Study.release_path, Study.local_release_path])
 def test_a_damaged_copy_of_class_statistics_is_replaced_by_the_intact_one(study, copy, damage, real):

@@ -137,7 +137,7 @@ def test_a_restored_state_continues_bit_for_bit():
     images, labels = tiny_images()
     keepaway = Keepaway(load_lpips("random:0"), 0.5)
     straight, broken = tiny_state(), tiny_state()
-    for k in range(6):
+    for k in range(5):
         for state in (straight, broken):
             state.margin = 0.5 if k >= 2 else None
             step(state, images, labels, keepaway if k >= 2 else None)

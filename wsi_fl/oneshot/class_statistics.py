@@ -88,7 +88,7 @@ class NoisyStatistics:
 
 
 _CLIP_ROUND_OFF = 1e-9  # of the bound: more than the error of sums in float64
-FALSE_ALARM_RATE = 1e-6
+_FALSE_ALARM_RATE = 1e-6
 """The largest probability that honest statistics are refused."""
 _STATISTICS_ROUND_OFF = 1e-4  # of float32 and of clipping, relative to the length of the statistics
 _COUNT_PER_ROW = COUNT_WEIGHT / (1 + COUNT_WEIGHT**2) ** 0.5  # a row's addition to the count of its class
@@ -102,7 +102,7 @@ def explain_invalid_statistics(
     sigma: float | None = None,
     *,
     rows: bool = True,
-    rate: float = FALSE_ALARM_RATE,
+    rate: float = _FALSE_ALARM_RATE,
 ) -> str:
     """Return the reason why noisy class statistics cannot be of n units; "" for none.
 
