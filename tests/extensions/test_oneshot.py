@@ -3,8 +3,8 @@
 import csv
 import json
 import random
-from contextlib import contextmanager
 from math import sqrt
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import torch
 from conftest import interrupted_after, make_study, model, nightly, refused, write_features
 from file_changes import edit, make_real, site_file
 from scipy.stats import chisquare, kstest
+from training_runs import dying
 
 from wsi_fl.evidence.audit_run import audit_run
 from wsi_fl.federation.comm import LocalComm
@@ -52,18 +53,6 @@ def make_hospitals(root):
 @pytest.fixture
 def study(tmp_path):
     return make_hospitals(tmp_path / "study")
-
-
-def cut(*_, **__):
-    raise KeyboardInterrupt
-
-
-@contextmanager
-def cut_off(where=LocalComm, name="exchange", how=cut):
-    """End a job, as by Ctrl-C, just before messages are sent."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(where, name, how)
-        yield
 
 
 def oneshot(study, *overrides, **more):
@@ -144,7 +133,8 @@ def test_the_one_shot_head_is_discriminant_analysis_with_a_shrunk_covariance():
     _, rows, within = head.class_means()
     d = len(within)
     shrunk = within.numpy() + 0.5 * np.trace(within.numpy()) / d * np.eye(d)
-    known = LinearDiscriminantAnalysis(solver="lsqr", priors=[0.5, 0.5], covariance_estimator=_Fixed(shrunk))
+    estimator = SimpleNamespace(fit=lambda _: None, covariance_=shrunk)
+    known = LinearDiscriminantAnalysis(solver="lsqr", priors=[0.5, 0.5], covariance_estimator=estimator)
     wanted = known.fit(z, labels).decision_function(z)
     # the squares of means of few rows are too large by their variance
     longer = np.trace(np.linalg.inv(shrunk)) * np.trace(within.numpy()) / d / rows.detach().numpy()
@@ -165,16 +155,6 @@ def test_a_class_of_few_rows_counts_for_less_in_noisy_statistics():
     unsure, _ = head.weight_by_precision(exact, 16.0 * 40**2)
     torch.testing.assert_close(unsure, exact)  # noise alone could part such counts
     assert torch.equal(make_head(x, labels).weight_by_precision(exact, 16.0)[0], letter)  # what the site knows stays
-
-
-class _Fixed:
-    """A known covariance."""
-
-    def __init__(self, covariance_):
-        self.covariance_ = covariance_
-
-    def fit(self, _):
-        return self
 
 
 def test_the_effective_sample_size_of_a_patients_rows_follows_from_their_variance():
@@ -486,7 +466,7 @@ def four_hospitals(tmp_path):
 
 
 def test_the_other_sites_continue_without_a_site_that_dropped_out(four_hospitals):
-    with cut_off():
+    with dying(LocalComm, "exchange", 1):
         oneshot(four_hospitals, *SHARED)
     summary = resume_run(four_hospitals, "1", without=["S3"], backend="local")
     noise, held = read_sum_noise(four_hospitals.root / summary["run"])
@@ -514,10 +494,10 @@ def test_distributed_noise_needs_explicit_permission(study):
 
 
 def test_void_sums_do_not_end_a_run_and_each_is_charged_with_fresh_noise(study):
-    with cut_off():
+    with dying(LocalComm, "exchange", 1):
         oneshot(study, *SHARED)
     for _ in range(2):
-        with cut_off():
+        with dying(LocalComm, "exchange", 1):
             resume_run(study, "1", backend="local")
     summary = resume_run(study, "1", backend="local")
     assert charges(study) == [4, 4, 4] and len({line["released"] for line in lines_of(study, "S0")}) == 4
@@ -526,22 +506,15 @@ def test_void_sums_do_not_end_a_run_and_each_is_charged_with_fresh_noise(study):
 
 def test_a_site_that_has_opened_the_sum_starts_no_second_one(study):
     """A site has opened the sum when the job ends, so a second sum would charge every site again."""
-    real, opened = secure_aggregation._open_sum, []
-
-    def second(site, *given):
-        opened.append(site.name)
-        return cut() if len(opened) > 1 else real(site, *given)
-
-    with cut_off(secure_aggregation, "_open_sum", second):
+    with dying(secure_aggregation, "_open_sum", 2):
         oneshot(study, *SHARED)
-    assert opened == ["S0", "S1"]
     refused(lambda: resume_run(study, "1", backend="local"), "site 0: it has the sum", "nothing was sent")
     assert charges(study) == [1, 1, 1]
 
 
 def test_a_second_attempt_checks_all_budgets_first(study):
     edit(site_file(study, "S2"), more="max_epsilon = 1.5\n")
-    with cut_off():
+    with dying(LocalComm, "exchange", 1):
         oneshot(study, *SHARED)
     refused(lambda: resume_run(study, "1", backend="local"), "does not allow another attempt")
     assert charges(study) == [1, 1, 1]

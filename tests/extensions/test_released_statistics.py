@@ -13,7 +13,8 @@ import torch
 from conftest import interrupted_after, model, nightly, refused, same, write_features
 from file_changes import edit, make_real, site_file
 from safetensors import safe_open
-from test_oneshot import HEADS, D, cut, cut_off, head_of, make_hospitals, rows_of
+from test_oneshot import HEADS, D, head_of, make_hospitals, rows_of
+from training_runs import dying
 
 from wsi_fl.evidence.audit_run import audit_run
 from wsi_fl.federation.preflight import compare_sites
@@ -175,16 +176,13 @@ def test_without_privacy_statistics_are_exact_and_a_real_hospital_must_allow_the
 )
 def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
     before = released(study)["digest"] if again else None
-    real, writes = stage.write_statistics, []
-
-    def write(path, sums):
-        writes.append(path)
-        if len(writes) == {"copy": 1, "file": 2}[place]:
-            cut()
-        real(path, sums)
-
-    called = {"ledger": (PrivacyLedger, "record", cut), "sending": (PrivacyLedger, "record_transmission", cut)}
-    with cut_off(*called.get(place, (stage, "write_statistics", write))):
+    moments = {
+        "ledger": (PrivacyLedger, "record", 1),
+        "copy": (stage, "write_statistics", 1),
+        "sending": (PrivacyLedger, "record_transmission", 1),
+        "file": (stage, "write_statistics", 2),
+    }
+    with dying(*moments[place]):
         released(study, repeat=again)
     left = sums_at(study.release_path("S0")).digest if study.release_path("S0").exists() else None
     assert left == before  # whatever was on its way has not left
@@ -201,7 +199,7 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
 
 def test_the_cost_of_an_interrupted_second_release_is_reported(study):
     first = released(study)
-    with cut_off(stage, "write_statistics"):
+    with dying(stage, "write_statistics", 1):
         released(study, repeat=True)
     row = released(study)
     assert row["digest"] == first["digest"] and not row["spent"]
@@ -212,7 +210,7 @@ def test_a_target_leaves_out_the_release_that_was_lost(study):
     make_real(study)
     edit(site_file(study, "S0"), "50.0", "1.0")
     target = "privacy.target_epsilon=5"  # the budget is less
-    with cut_off(stage, "write_statistics"):
+    with dying(stage, "write_statistics", 1):
         released(study, "S0", target)
     assert released(study, "S0", target)["epsilon"] == pytest.approx(1, abs=1e-3)
     refused(lambda: released(study, "S0", target, repeat=True), "no noise level reaches")  # nothing is left
@@ -222,7 +220,7 @@ def test_two_studies_on_one_ledger_never_release_two_noises_for_one_charge(study
     edit(site_file(study, "S0"), more=f'ledger = "{tmp_path / "one.jsonl"}"\n')
     other = Study(shutil.copytree(study.root, tmp_path / "other"))
     for name in ("record_transmission", "release_again"):
-        with cut_off(PrivacyLedger, name):
+        with dying(PrivacyLedger, name, 1):
             released(study)
     assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
     refuse_release(study, "S0", "or has a newer one")
