@@ -71,15 +71,9 @@ def test_large_noise_is_normal_and_has_no_grid(sigma):
     assert chisquare(np.bincount(draws & 255, minlength=256)).pvalue > SURE
 
 
-def test_noise_comes_from_a_fresh_stream_by_default():
-    assert (discrete_gaussian(2.0**20, 50) != discrete_gaussian(2.0**20, 50)).any()
-    a, b, c = (discrete_gaussian(2.0**20, 50, CipherStream.from_seed(k)) for k in (7, 7, 8))
-    assert (a == b).all() and (a != c).any()
-
-
 @pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan"), float("inf"), 2.0**51])
 def test_an_invalid_sigma_is_refused(sigma):
-    refused(lambda: discrete_gaussian(sigma, 1), "sigma above 0")
+    refused(lambda: discrete_gaussian(sigma, 1, CipherStream.from_seed(0)), "sigma above 0")
 
 
 def test_sums_become_the_nearest_whole_numbers():
@@ -124,14 +118,6 @@ def test_noise_shares_of_honest_sites_have_the_full_variance_and_hardly_more(n_s
     share = share_sigma(sigma, n_sites, colluding)
     assert (n_sites - colluding) * Fraction(share) ** 2 >= Fraction(sigma) ** 2
     assert share == pytest.approx(sigma / sqrt(n_sites - colluding), rel=1e-15)
-
-
-def test_noise_shares_add_up_to_the_total_sigma():
-    sigma, n_sites, colluding = 2.0**20, 5, 2
-    share = share_sigma(sigma, n_sites, colluding)
-    draws = [discrete_gaussian(share, 3000, CipherStream.from_seed(20 + k)) for k in range(n_sites)]
-    assert sum(draws[colluding:]).std() == pytest.approx(sigma, rel=4 / sqrt(6000))
-    assert sum(draws).std() == pytest.approx(sigma * sqrt(5 / 3), rel=4 / sqrt(6000))
 
 
 def test_at_least_one_site_must_be_honest():

@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 
 from wsi_fl.oneshot.discrete_noise import STEPS_PER_UNIT, discrete_gaussian, quantize, share_sigma
 from wsi_fl.oneshot.secagg import KeyPair, mask_values, sum_messages
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
 
 CONTEXT = b"run 7, round 3, gradients"
@@ -202,7 +203,7 @@ def test_noise_once_over_sites_that_add_up():
     rng, sigma = np.random.default_rng(5), 0.5 * STEPS_PER_UNIT
     sums = rng.normal(size=(3, 4000)) * 10
     share = share_sigma(sigma, 3, 1)
-    noisy = [quantize(s) + discrete_gaussian(share, 4000) for s in sums]
+    noisy = [quantize(s) + discrete_gaussian(share, 4000, CipherStream.from_entropy()) for s in sums]
     noise = sum_messages(messages_of(noisy)) / STEPS_PER_UNIT - sums.sum(0)
     assert noise.std() == pytest.approx(0.5 * np.sqrt(3 / 2), rel=6 / np.sqrt(8000))
     assert abs(noise.mean()) < 6 * 0.62 / np.sqrt(4000)

@@ -33,21 +33,20 @@ NOISE_MARGIN = 1e-6
 below 10⁻¹² at such scales."""
 
 
-def discrete_gaussian(sigma: Fraction | float, size: int, stream: CipherStream | None = None) -> NDArray[np.int64]:
+def discrete_gaussian(sigma: Fraction | float, size: int, stream: CipherStream) -> NDArray[np.int64]:
     """Draw int64[size] from the discrete Gaussian: whole numbers x with probability ∝ exp(−x² / 2σ²), exactly.
 
     Every comparison is of whole numbers, so that no digits of a float reveal the noise. This is algorithm 3 of Canonne,
     Kamath & Steinke (2020): a draw from the discrete Laplace distribution with scale t = ⌊σ⌋ + 1 is accepted with
-    probability exp(−(|y| − σ²/t)² / 2σ²). A float σ is taken as its exact fraction. Without a stream the bits come from
-    a new one.
+    probability exp(−(|y| − σ²/t)² / 2σ²). A float σ is taken as its exact fraction.
 
     Raises:
         UsageError: when σ is not between 0 and 2⁵⁰.
     """
     if not 0 < sigma <= _MAX_SIGMA:
         raise UsageError(f"noise needs a sigma above 0 and up to 2**50, not {sigma}")
-    bits, variance = stream or CipherStream.from_entropy(), Fraction(sigma) ** 2
-    return np.fromiter((_sample_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size)
+    variance = Fraction(sigma) ** 2
+    return np.fromiter((_sample_gaussian(variance, int(sigma) + 1, stream) for _ in range(size)), np.int64, size)
 
 
 def _bernoulli_exp(n: int, d: int, bits: CipherStream) -> bool:
