@@ -278,7 +278,6 @@ def test_p_rises_while_the_discriminator_is_overconfident_and_falls_otherwise():
     start = Controller(0.5, 100)
     assert start.observe_logits(sure).update_probability().p == pytest.approx(0.58)
     assert start.observe_logits(unsure).observe_logits(sure).update_probability().p == pytest.approx(0.34)
-    assert (
-        start.update_probability() == start and Controller(0.99, 100).observe_logits(sure).update_probability().p == 1.0
-    )
+    assert start.update_probability() == start
+    assert Controller(0.99, 100).observe_logits(sure).update_probability().p == 1.0
     assert Controller(0.02, 100).observe_logits(unsure).update_probability().p == 0.0

@@ -89,9 +89,8 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
     with site_lock(home.parent, site.name), context:
         data = context.open_data(site.name)
         guarantee = "none" if data.is_synthetic() else privacy_account.find_guarantee(context.method, context.pipeline)
-        ledger = site_ledger.open_ledger(
-            study, site, STATISTICS_RUN, privacy_account.build_terms(site, context.pipeline, guarantee)
-        )
+        terms = privacy_account.build_terms(site, context.pipeline, guarantee)
+        ledger = site_ledger.open_ledger(study, site, STATISTICS_RUN, terms)
         known_copy = None if repeat else _find_copy(study, ledger, home, file)
         if known_copy is None:
             new_release, statistics = _compute_release(context, ledger)

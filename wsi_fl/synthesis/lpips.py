@@ -194,11 +194,8 @@ def find_nearest_lpips(
         patients: of images and others, str[n] and str[m]; then only different images of other patients count, and
             without any the distance is infinite.
     """
-    distances: NDArray[np.float64] = (
-        _pairwise_lpips(lpips, normalize_pixels(images), normalize_pixels(others), memory_bytes=memory_bytes)
-        .double()
-        .numpy()
-    )
+    pairs = _pairwise_lpips(lpips, normalize_pixels(images), normalize_pixels(others), memory_bytes=memory_bytes)
+    distances: NDArray[np.float64] = pairs.double().numpy()
     distances[distances < _ROUNDING_DISTANCE] = 0.0
     if patients is not None:
         distances[(patients[0][:, None] == patients[1]) | (distances == 0)] = np.inf
