@@ -170,7 +170,8 @@ class SharedHead(nn.Module):
                 Biometrika 1986). None for a different patient of each example.
         """
         self.local_sums.copy_(sum_by_column(z, y, self.shape[0], weights=self.kind == "number"))
-        group, sums = y, self.local_sums
+        group = y
+        sums: Tensor = self.local_sums
         if self.kind != "classes":
             group = torch.zeros(len(y), dtype=torch.int64, device=y.device)
             sums = self.local_sums.sum(0, keepdim=True)

@@ -215,7 +215,8 @@ class _GeneratorHooks(StudyHooks):
         if not isinstance(shape, Images):
             return None
         ddpm = pipeline.find_section(Ddpm)
-        return 4 * UNet(DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels)).num_parameters()
+        denoiser = UNet(DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels))
+        return 4 * int(denoiser.num_parameters())
 
     def distinguishing_settings(self, pipeline: Pipeline) -> tuple[object, ...]:
         """Return the point of the curve over generated images."""
