@@ -157,6 +157,20 @@ def test_a_class_of_few_rows_counts_for_less_in_noisy_statistics():
     assert torch.equal(make_head(x, labels).weight_by_precision(exact, 16.0)[0], letter)  # what the site knows stays
 
 
+def test_means_of_other_sites_are_weighted_by_their_noise():
+    torch.manual_seed(0)
+    (xa, ya), (xb, yb) = rows_of(60, 0, 0.5), rows_of(600, 1, 0.5)
+    alone = make_head(xa, ya)
+    worth = []
+    for noise in (0.0, 1.0, 30.0, 1000.0):
+        heads = [make_head(xa, ya), make_head(xb, yb, noise)]
+        SharedHead.combine(heads)
+        worth.append(heads[0].effective_sample_sizes()[1])
+    assert worth[0] == pytest.approx(330, abs=1) and worth == sorted(worth, reverse=True)
+    assert worth[-1] == pytest.approx(30, abs=1)  # nothing but its own
+    torch.testing.assert_close(heads[0].class_means()[0], alone.class_means()[0], atol=0.03, rtol=0.0)
+
+
 def test_the_effective_sample_size_of_a_patients_rows_follows_from_their_variance():
     """The mean of ten patients of 30 rows each varies as the simulation says, and not as that of 300 patients."""
     rng = np.random.default_rng(0)

@@ -218,7 +218,7 @@ def test_statistics_without_noise_are_as_good_as_pooled_rows(task):
         assert np.corrcoef(predict_values(head, task, asked)[:, 0], wanted)[0, 1] > 0.95
 
 
-@EVERY
+@EACH
 def test_statistics_of_other_sites_are_weighted_by_their_noise(task):
     torch.manual_seed(0)
     (xa, ya), (xb, yb), asked = rows_of(task, 60, 0), rows_of(task, 600, 1), rows_of(task, 50, 2)[0]
@@ -228,10 +228,6 @@ def test_statistics_of_other_sites_are_weighted_by_their_noise(task):
         SharedHead.combine([head, other])
         worth.append(head.effective_sample_sizes()[1])
     assert worth == sorted(worth, reverse=True) and worth[0] > 8 * worth[-1]
-    if task.kind == "classes":  # harmonic means over both classes, in the end of its own rows alone
-        own, other = (np.bincount(y) for y in (ya, yb))
-        assert worth[0] == pytest.approx(2 / (1 / (own + other)).sum(), rel=0.01)
-        assert worth[-1] == pytest.approx(2 / (1 / own).sum(), rel=0.03)
     np.testing.assert_allclose(predict_values(head, task, asked), predict_values(alone, task, asked), rtol=0.1)
 
 
@@ -274,18 +270,18 @@ def test_the_local_head_of_a_number_is_a_ridge_tuned_on_held_out_patients():
 def test_the_local_head_of_survival_finds_the_slope_and_the_event_free_share():
     task = SurvivalTask(ENDS)
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(2500, 3))
+    x = rng.normal(size=(4000, 3))
     hazard = 1 / (1 + np.exp(1 - x[:, :1] + np.zeros(3)))
-    event = rng.random((2500, 3)) < hazard
+    event = rng.random((4000, 3)) < hazard
     first = np.where(event.any(1), event.argmax(1), 3)
     truth = np.stack([np.array([3.0, 9.0, 18.0, 30.0])[first], first < 3], axis=1).astype(np.float32)
-    found = fit_linear_head(x, truth, np.full(2500, ""), 3, task)
+    found = fit_linear_head(x, truth, np.full(4000, ""), 3, task)
     np.testing.assert_allclose(found.weight, np.tile([1, 0, 0], (3, 1)), atol=0.1)
     np.testing.assert_allclose(found.bias, -1, atol=0.1)
     seen, time = truth[:, 1] > 0.5, truth[:, 0]
     assert sksurv.concordance_index_censored(seen, time, compute_risk(found.held_out, ENDS))[0] > 0.65
     none = np.stack([time, 0 * time], axis=1)
-    nobody = fit_linear_head(x, none, np.full(2500, ""), 3, task)  # no event at all
+    nobody = fit_linear_head(x, none, np.full(4000, ""), 3, task)  # no event at all
     assert not nobody.weight.any() and nobody.bias.max() < -10
 
 
