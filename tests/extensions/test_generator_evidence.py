@@ -10,7 +10,7 @@ from scipy.linalg import sqrtm
 
 from wsi_fl.synthesis import copying_evidence
 from wsi_fl.synthesis.copying_evidence import (
-    COPY_THRESHOLD,
+    compare_relative,
     find_nearest,
     find_nearest_other,
     judge_copies,
@@ -62,15 +62,17 @@ def test_kid_is_unbiased():
     assert copying_evidence.kernel_distance(a, b) == pytest.approx(sum(within) - 2 * between, rel=1e-5)
 
 
-def distances(n, seed, low=0.1):
+def distances(n, seed, low=1.0):
     return np.random.default_rng(seed).gamma(20, low / 20, n)
 
 
+def compare(*distances):
+    """Compare distances of training and held-out images that are relative to usual ones already."""
+    return compare_relative(distances, list(map(np.ones_like, distances)))
+
+
 def test_a_generator_of_the_distribution_passes():
-    found = [
-        copying_evidence._compare_distances(distances(300, k), distances(200, k + 100), copy_below=0.01)
-        for k in range(40)
-    ]
+    found = [compare(distances(300, k), distances(200, k + 100)) for k in range(40)]
     failed = [one for one in found if one.list_reasons("nearest sample")]
     assert len(failed) <= 1 and list_doubts({"nearest sample": found[0]}, 200) == []
     assert 0.4 < found[0].nearer < 0.6
@@ -82,12 +84,9 @@ def test_a_generator_of_the_distribution_passes():
 def test_memorising_all_or_few_images_or_being_nearer_to_all_is_detected(memorised, word):
     training = distances(300, 0)
     training[: round(memorised * 300)] *= 0.05
-    found = copying_evidence._compare_distances(
-        training, distances(200, 1), copy_below=COPY_THRESHOLD * float(np.median(distances(200, 2)))
-    )
-    reasons = list_doubts({"projection": found}, 200)
+    reasons = list_doubts({"projection": compare(training, distances(200, 1))}, 200)
     assert any(word in reason for reason in reasons), reasons
-    nearer = copying_evidence._compare_distances(distances(300, 0, low=0.08), distances(200, 1), copy_below=0.001)
+    nearer = compare(distances(300, 0, low=0.8), distances(200, 1))
     assert nearer.copies_training == 0 and nearer.nearer > 0.6 and list_doubts({"nearest sample": nearer}, 200)
 
 
@@ -102,11 +101,7 @@ def test_without_held_out_images_or_a_comparison_nothing_passes():
 def test_spread_and_paired_shift():
     before = distances(60, 0)
     assert copying_evidence.summarize_distances(before).q05 == pytest.approx(np.quantile(before, 0.05))
-    up, down, same = (
-        copying_evidence.compare_paired(before + 0.01, before),
-        copying_evidence.compare_paired(before - 0.01, before),
-        copying_evidence.compare_paired(before, before),
-    )
+    up, down, same = (copying_evidence.compare_paired(before + step, before) for step in (0.01, -0.01, 0.0))
     assert (up.raised, down.raised) == (1.0, 0.0)
     assert up.p < 1e-6 and down.p > 0.99 and same.p is None
     assert up.median_difference == pytest.approx(0.01)
@@ -175,18 +170,14 @@ def test_the_nearest_other_image_is_never_the_image_itself(n, seed, memory):
     assert np.allclose(find_nearest_other(a, patient, memory_bytes=memory), every.min(1))
 
 
-def quotients(images, others, usual):
-    return copying_evidence._relative_distances(find_nearest(images, others).distance, usual)
-
-
 def numbered(images):
     return np.arange(len(images)).astype(str)
 
 
-def compare_relative(training, patient, held_out, generated):
+def check_images(training, patient, held_out, generated):
     """Compare as the check does."""
     usual = find_nearest_other(training, patient), find_nearest(held_out, training).distance
-    return copying_evidence._compare_distances(*map(quotients, (training, held_out), (generated, generated), usual))
+    return compare_relative([find_nearest(images, generated).distance for images in (training, held_out)], usual)
 
 
 def patient_images(n, each, seed):
@@ -201,13 +192,13 @@ def test_images_of_the_same_patient_hide_no_memorisation():
     """A training image has siblings in the training set, a held-out one has none."""
     training, patient = patient_images(20, 10, 1)
     held_out, honest = patient_images(20, 5, 2)[0], patient_images(40, 10, 3)[0]
-    found = compare_relative(training, patient, held_out, honest)
+    found = check_images(training, patient, held_out, honest)
     assert found.list_reasons("honest") == [] and 0.35 < found.nearer < 0.65
     copies = np.concatenate([honest, (training[:20] // 2 * 2)])
-    assert compare_relative(training, patient, held_out, copies).list_reasons("twenty copies")
+    assert check_images(training, patient, held_out, copies).list_reasons("twenty copies")
     rng = np.random.default_rng(4)
     alike = (training.astype(int) + rng.integers(-40, 41, training.shape)).clip(0, 255).astype(np.uint8)
-    assert compare_relative(training, patient, held_out, alike).list_reasons("knows the patients")
+    assert check_images(training, patient, held_out, alike).list_reasons("knows the patients")
 
 
 def test_training_images_with_a_twin_are_compared():
@@ -215,8 +206,8 @@ def test_training_images_with_a_twin_are_compared():
     training, held_out, honest = films(150, 1), films(60, 2), films(300, 3)
     training[40:80] = training[:40]
     copier = np.concatenate([honest, training[:40]])
-    assert compare_relative(training, numbered(training), held_out, honest).copies_training == 0
-    found = compare_relative(training, numbered(training), held_out, copier)
+    assert check_images(training, numbered(training), held_out, honest).copies_training == 0
+    found = check_images(training, numbered(training), held_out, copier)
     assert found.copies_training == 80 and found.list_reasons("twins")
 
 
@@ -224,15 +215,10 @@ def test_a_chance_split_does_not_fail_a_generator_but_memorising_does():
     """Held-out images far from everything are far from an honest generator too."""
     training, odd = films(150, 1), films(60, 2).astype(int)
     odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
-    among, outside = find_nearest_other(training, numbered(training)), find_nearest(odd, training).distance
     honest = films(300, 3)
-    bare = copying_evidence._compare_distances(
-        find_nearest(training, honest).distance, find_nearest(odd, honest).distance, copy_below=0.0
-    )
-    assert bare.list_reasons("bare"), "this is what dividing is for"
-    over = [quotients(training, honest, among), quotients(odd, honest, outside)]
-    assert copying_evidence._compare_distances(*over, copy_below=COPY_THRESHOLD).list_reasons("over") == []
+    bare = compare(*(100 * find_nearest(images, honest).distance for images in (training, odd)))
+    assert bare.copies_training == 0 and bare.list_reasons("bare"), "this is what dividing is for"
+    assert check_images(training, numbered(training), odd, honest).list_reasons("over") == []
     noise = np.random.default_rng(8).integers(-12, 13, (75, *training.shape[1:]))
     remembered = (training[:75] + noise).clip(0, 255).astype(np.uint8)
-    over = [quotients(training, remembered, among), quotients(odd, remembered, outside)]
-    assert copying_evidence._compare_distances(*over, copy_below=COPY_THRESHOLD).list_reasons("over")
+    assert check_images(training, numbered(training), odd, remembered).list_reasons("over")

@@ -1,6 +1,7 @@
 """Method mpcpa as a whole: denoisers are sent once, classifiers learn from local and generated images, 9 transfers."""
 
 import json
+from functools import partial
 from shutil import copytree
 
 import numpy as np
@@ -49,10 +50,11 @@ bootstrap = 20
 """
 
 
-def make_study(root, *, n_sites=3, n=180):
+def make_study(root, *, n_sites=3, n=180, text=PIPELINE):
+    """Make sites of n 16-px patches in all, 40 % of them held out."""
     for name in ("pipelines", "sites"):
         (root / name).mkdir(parents=True)
-    (root / "pipelines" / "mpcpa_tiny.toml").write_text(PIPELINE)
+    (root / "pipelines" / "tiny.toml").write_text(text)
     rng = np.random.default_rng(0)
     y = np.arange(n) % 2
     np.savez(root / "data.npz", x=patches_of(rng, y, 16, (0, 0, 0)), y=y)
@@ -186,11 +188,10 @@ def test_a_memorising_denoiser_is_detected_and_not_released(own, monkeypatch):
         line for line in before if line.get("released")
     ]
     pipeline = study.load_pipeline(study.pipeline_name(None), [six, "mpcpa.unchecked=true"])
-    _prepare_denoiser(study, pipeline, "S1", SilentProgress())
+    prepare = partial(_prepare_denoiser, study, pipeline, "S1", SilentProgress())
+    prepare()
     real(study, "S1", ["generator", "model"])
-    refused(
-        lambda: _prepare_denoiser(study, pipeline, "S1", SilentProgress()), "S1", "is not released", error=WsiFlError
-    )
+    refused(prepare, "S1", "is not released", error=WsiFlError)
 
 
 @pytest.mark.slow

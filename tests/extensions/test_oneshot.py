@@ -3,22 +3,23 @@
 import csv
 import json
 import random
-from contextlib import contextmanager
 from math import sqrt
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import interrupted_after, make_study, model, refused, write_features
+from conftest import interrupted_after, make_study, model, nightly, refused, write_features
 from file_changes import edit, make_real, site_file
 from scipy.stats import chisquare, kstest
+from training_runs import dying
 
 from wsi_fl.evidence.audit_run import audit_run
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.oneshot import discrete_noise, secure_aggregation
 from wsi_fl.oneshot.class_statistics import NoisyStatistics
 from wsi_fl.oneshot.payload import StatisticsPayload, find_range_problem
-from wsi_fl.oneshot.shared_head import _PATIENT_CLIP, SharedHead
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.stages.evaluation.evaluate import evaluate
@@ -54,26 +55,12 @@ def study(tmp_path):
     return make_hospitals(tmp_path / "study")
 
 
-def cut(*_, **__):
-    raise KeyboardInterrupt
-
-
-@contextmanager
-def cut_off(where=LocalComm, name="exchange", how=cut):
-    """End a job, as by Ctrl-C, just before messages are sent."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(where, name, how)
-        yield
-
-
 def oneshot(study, *overrides, **more):
     return train(study, method="oneshot", overrides=[*HEADS, *overrides], **({"backend": "local"} | more))
 
 
-def compute_statistics(head, x, labels, dp=None, patient=None):
-    dp = dp or NoisyStatistics(0.0, 1.0, len(x))
-    who = None if patient is None else torch.from_numpy(patient)
-    return dp.clip_statistics(head, head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels), who)
+def compute_statistics(head, x, labels):
+    return head.pack_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels))
 
 
 def make_head(x, labels, noise=0.0, **how):
@@ -83,23 +70,6 @@ def make_head(x, labels, noise=0.0, **how):
     exact = compute_statistics(head, x, labels)
     head.set_noisy_statistics(exact, exact + noise * torch.randn(len(exact), dtype=torch.float64), noise**2)
     return head
-
-
-@pytest.mark.parametrize("n_classes", [2, 5])
-def test_a_row_changes_the_statistics_by_at_most_one(n_classes):
-    head, rng = SharedHead(n_classes, D), np.random.default_rng(0)
-    worst = 0.0
-    for scale in (1e-3, 1.0, 1e3):
-        x = (rng.normal(size=(30, D)) * scale).astype(np.float32)
-        x[0] = 0  # LayerNorm of a constant row
-        x[1, 0] = np.inf
-        labels = rng.integers(0, n_classes, 30)
-        whole = compute_statistics(head, x, labels)
-        for left in range(30):
-            rest = np.delete(np.arange(30), left)
-            without = compute_statistics(head, x[rest], labels[rest])
-            worst = max(worst, float((whole - without).norm()))
-    assert 0.9 < worst <= 1  # the bound is used, and kept
 
 
 def test_a_class_without_rows_is_never_predicted():
@@ -115,24 +85,9 @@ def test_a_class_without_rows_is_never_predicted():
     assert float(answers[:, 2].max()) < 1e-6 < float(answers[:, :2].min())
 
 
-def test_a_patient_changes_the_statistics_by_at_most_the_bound_for_any_number_of_rows():
-    head, (x, labels) = SharedHead(2, D), rows_of(60, 1)
-    head.clip_scale.fill_(_PATIENT_CLIP)
-    x[:40] = x[0]  # forty rows alike, of both classes
-    patient = np.repeat([0, 1, 2], [40, 15, 5])
-    dp = NoisyStatistics(0.0, 1.0, 3, "patient")
-    whole = compute_statistics(head, x, labels, dp, patient)
-    for one in range(3):
-        rest = patient != one
-        change = whole - compute_statistics(head, x[rest], labels[rest], dp, patient[rest])
-        assert float(change.norm()) <= 1
-    rows = compute_statistics(head, x, labels) - compute_statistics(head, x[40:], labels[40:])
-    assert float(rows.norm()) > 30  # by rows that patient would not be protected
-
-
 def test_noise_has_the_variance_of_the_account_and_comes_from_no_predictable_generator(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *_, **__: pytest.fail("a generator's numbers"))
-    exact, found = torch.linspace(-3, 3, 20_000, dtype=torch.float64), []
+    exact, found = torch.linspace(-3, 3, 6000, dtype=torch.float64), []
     with torch.random.fork_rng():
         for _ in range(2):
             torch.manual_seed(0)
@@ -178,7 +133,8 @@ def test_the_one_shot_head_is_discriminant_analysis_with_a_shrunk_covariance():
     _, rows, within = head.class_means()
     d = len(within)
     shrunk = within.numpy() + 0.5 * np.trace(within.numpy()) / d * np.eye(d)
-    known = LinearDiscriminantAnalysis(solver="lsqr", priors=[0.5, 0.5], covariance_estimator=_Fixed(shrunk))
+    estimator = SimpleNamespace(fit=lambda _: None, covariance_=shrunk)
+    known = LinearDiscriminantAnalysis(solver="lsqr", priors=[0.5, 0.5], covariance_estimator=estimator)
     wanted = known.fit(z, labels).decision_function(z)
     # the squares of means of few rows are too large by their variance
     longer = np.trace(np.linalg.inv(shrunk)) * np.trace(within.numpy()) / d / rows.detach().numpy()
@@ -199,16 +155,6 @@ def test_a_class_of_few_rows_counts_for_less_in_noisy_statistics():
     unsure, _ = head.weight_by_precision(exact, 16.0 * 40**2)
     torch.testing.assert_close(unsure, exact)  # noise alone could part such counts
     assert torch.equal(make_head(x, labels).weight_by_precision(exact, 16.0)[0], letter)  # what the site knows stays
-
-
-class _Fixed:
-    """A known covariance."""
-
-    def __init__(self, covariance_):
-        self.covariance_ = covariance_
-
-    def fit(self, _):
-        return self
 
 
 def test_means_of_other_sites_are_weighted_by_their_noise():
@@ -251,20 +197,9 @@ def test_the_effective_sample_size_of_a_patients_rows_follows_from_their_varianc
     assert float(known(x, patient).rows_per_unit) == 1 and float(known(x, patient, patients=True).rows_per_unit) == 30
     apart = known(x, np.arange(600))  # a row each
     assert float(apart.design_effect) == pytest.approx(1) and float(apart.rows_per_unit) == 1
-    assert (
-        apart.effective_sample_sizes()[0]
-        == pytest.approx(known(x, None).effective_sample_sizes()[0])
-        == pytest.approx(300)
-    )
+    sizes = [head.effective_sample_sizes()[0] for head in (apart, known(x, None))]
+    assert sizes == pytest.approx([300, 300])
     assert float(known(x, labels).design_effect) == 300  # a patient of each class says nothing of others
-
-
-def test_a_head_of_released_statistics_does_not_depend_on_local_rows():
-    (xa, ya), (xb, yb) = rows_of(80, 0, 0.5), rows_of(80, 1, 0.5)
-    heads = [make_head(xa, ya, 0.5), make_head(xb, yb, 0.5)]
-    SharedHead.combine(heads)
-    first, second = (head.solve_released_head()(torch.from_numpy(xa)) for head in heads)
-    torch.testing.assert_close(first, second)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, 4.0, 16.0])
@@ -446,7 +381,7 @@ def test_an_audit_of_statistics_dominated_by_noise_is_written(plain, monkeypatch
     assert "Influence of class statistics" in write_report(study, run.name).read_text()
 
 
-@pytest.mark.parametrize("forged", [1000, -1])
+@pytest.mark.parametrize("forged", [1000, *nightly(-1)])
 def test_forged_statistics_are_refused_where_they_arrive(study, monkeypatch, forged):
     real = SharedHead.set_noisy_statistics
 
@@ -542,7 +477,7 @@ def four_hospitals(tmp_path):
 
 
 def test_the_other_sites_continue_without_a_site_that_dropped_out(four_hospitals):
-    with cut_off():
+    with dying(LocalComm, "exchange", 1):
         oneshot(four_hospitals, *SHARED)
     summary = resume_run(four_hospitals, "1", without=["S3"], backend="local")
     noise, held = read_sum_noise(four_hospitals.root / summary["run"])
@@ -570,10 +505,10 @@ def test_distributed_noise_needs_explicit_permission(study):
 
 
 def test_void_sums_do_not_end_a_run_and_each_is_charged_with_fresh_noise(study):
-    with cut_off():
+    with dying(LocalComm, "exchange", 1):
         oneshot(study, *SHARED)
     for _ in range(2):
-        with cut_off():
+        with dying(LocalComm, "exchange", 1):
             resume_run(study, "1", backend="local")
     summary = resume_run(study, "1", backend="local")
     assert charges(study) == [4, 4, 4] and len({line["released"] for line in lines_of(study, "S0")}) == 4
@@ -582,22 +517,15 @@ def test_void_sums_do_not_end_a_run_and_each_is_charged_with_fresh_noise(study):
 
 def test_a_site_that_has_opened_the_sum_starts_no_second_one(study):
     """A site has opened the sum when the job ends, so a second sum would charge every site again."""
-    real, opened = secure_aggregation._open_sum, []
-
-    def second(site, *given):
-        opened.append(site.name)
-        return cut() if len(opened) > 1 else real(site, *given)
-
-    with cut_off(secure_aggregation, "_open_sum", second):
+    with dying(secure_aggregation, "_open_sum", 2):
         oneshot(study, *SHARED)
-    assert opened == ["S0", "S1"]
     refused(lambda: resume_run(study, "1", backend="local"), "site 0: it has the sum", "nothing was sent")
     assert charges(study) == [1, 1, 1]
 
 
 def test_a_second_attempt_checks_all_budgets_first(study):
     edit(site_file(study, "S2"), more="max_epsilon = 1.5\n")
-    with cut_off():
+    with dying(LocalComm, "exchange", 1):
         oneshot(study, *SHARED)
     refused(lambda: resume_run(study, "1", backend="local"), "does not allow another attempt")
     assert charges(study) == [1, 1, 1]

@@ -13,7 +13,8 @@ import torch
 from conftest import interrupted_after, model, nightly, refused, same, write_features
 from file_changes import edit, make_real, site_file
 from safetensors import safe_open
-from test_oneshot import HEADS, D, cut, cut_off, head_of, make_hospitals, rows_of
+from test_oneshot import HEADS, D, compute_statistics, head_of, make_hospitals, rows_of
+from training_runs import dying
 
 from wsi_fl.evidence.audit_run import audit_run
 from wsi_fl.federation.preflight import compare_sites
@@ -58,9 +59,8 @@ def refuse_release(study, site, *words, error=WsiFlError, overrides=(), **option
     refused(lambda: released(study, site, *overrides, **options), *words, error=error)
 
 
-def joined(study, *overrides, **more):
-    options = {"method": "oneshot", "backend": "local"} | more
-    return train(study, overrides=[*FILES, *overrides], **options)
+def joined(study, *overrides):
+    return train(study, method="oneshot", backend="local", overrides=[*FILES, *overrides])
 
 
 def refuse_training(study, *words, error=WsiFlError, overrides=()):
@@ -79,12 +79,6 @@ def sums_at(path):
     return read_statistics(path, path.name)
 
 
-def replace_vector(path, letter, vector):
-    """Write another vector with a matching digest into a class statistics file."""
-    facts = letter.header.model_copy(update={"digest": digest_values(vector)})
-    stage.write_statistics(path, stage.ReleasedStatistics(facts, vector))
-
-
 def lines_of(study, site="S0"):
     return read_lines(study.ledger_path(site))
 
@@ -93,6 +87,11 @@ def rewritten(path, tensors=None, **document):
     """Write other tensors or another document into a file."""
     known, said = load_tensors(path, "release")
     save_tensors(path, known | (tensors or {}), said | document)
+
+
+def replace_vector(path, vector):
+    """Write another vector with a matching digest into a class statistics file."""
+    rewritten(path, {"sums": torch.from_numpy(vector)}, digest=digest_values(vector))
 
 
 def test_statistics_are_released_once_and_cost_the_epsilon_of_their_ledger(study):
@@ -112,9 +111,7 @@ def test_statistics_are_released_once_and_cost_the_epsilon_of_their_ledger(study
 
 def compute_exact_statistics():
     """Compute the class statistics of the training rows of S0 without noise."""
-    x, labels = rows_of(60, 0, 0.0)
-    head = SharedHead(2, D)
-    return head.pack_statistics(head.embed_rows(torch.from_numpy(x)), torch.from_numpy(labels)).numpy()
+    return compute_statistics(SharedHead(2, D), *rows_of(60, 0, 0.0)).numpy()
 
 
 def test_the_file_holds_noisy_statistics_and_exact_ones_are_readable_by_their_owner_only(study):
@@ -175,16 +172,13 @@ def test_without_privacy_statistics_are_exact_and_a_real_hospital_must_allow_the
 )
 def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
     before = released(study)["digest"] if again else None
-    real, writes = stage.write_statistics, []
-
-    def write(path, sums):
-        writes.append(path)
-        if len(writes) == {"copy": 1, "file": 2}[place]:
-            cut()
-        real(path, sums)
-
-    called = {"ledger": (PrivacyLedger, "record", cut), "sending": (PrivacyLedger, "record_transmission", cut)}
-    with cut_off(*called.get(place, (stage, "write_statistics", write))):
+    moments = {
+        "ledger": (PrivacyLedger, "record", 1),
+        "copy": (stage, "write_statistics", 1),
+        "sending": (PrivacyLedger, "record_transmission", 1),
+        "file": (stage, "write_statistics", 2),
+    }
+    with dying(*moments[place]):
         released(study, repeat=again)
     left = sums_at(study.release_path("S0")).digest if study.release_path("S0").exists() else None
     assert left == before  # whatever was on its way has not left
@@ -201,7 +195,7 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, place, again):
 
 def test_the_cost_of_an_interrupted_second_release_is_reported(study):
     first = released(study)
-    with cut_off(stage, "write_statistics"):
+    with dying(stage, "write_statistics", 1):
         released(study, repeat=True)
     row = released(study)
     assert row["digest"] == first["digest"] and not row["spent"]
@@ -212,7 +206,7 @@ def test_a_target_leaves_out_the_release_that_was_lost(study):
     make_real(study)
     edit(site_file(study, "S0"), "50.0", "1.0")
     target = "privacy.target_epsilon=5"  # the budget is less
-    with cut_off(stage, "write_statistics"):
+    with dying(stage, "write_statistics", 1):
         released(study, "S0", target)
     assert released(study, "S0", target)["epsilon"] == pytest.approx(1, abs=1e-3)
     refused(lambda: released(study, "S0", target, repeat=True), "no noise level reaches")  # nothing is left
@@ -222,7 +216,7 @@ def test_two_studies_on_one_ledger_never_release_two_noises_for_one_charge(study
     edit(site_file(study, "S0"), more=f'ledger = "{tmp_path / "one.jsonl"}"\n')
     other = Study(shutil.copytree(study.root, tmp_path / "other"))
     for name in ("record_transmission", "release_again"):
-        with cut_off(PrivacyLedger, name):
+        with dying(PrivacyLedger, name, 1):
             released(study)
     assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
     refuse_release(study, "S0", "or has a newer one")
@@ -265,7 +259,7 @@ def store_anew(study):
     study.local_release_path("S0").unlink()
 
 
-@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("real", [False, *nightly(True)])
 @pytest.mark.parametrize("lose", [lost_both, store_anew])
 def test_statistics_on_the_ledger_are_released_a_second_time_only_on_request(study, lose, real):
     if real:
@@ -282,7 +276,7 @@ def test_statistics_on_the_ledger_are_released_a_second_time_only_on_request(stu
     assert released(study, repeat=True)["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
 
 
-@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("real", [False, *nightly(True)])
 @pytest.mark.parametrize("damage", [cut_in_half, other_byte, lambda path: path.write_bytes(b"")])
 @pytest.mark.parametrize("copy", [Study.release_path, Study.local_release_path])
 def test_a_damaged_copy_of_class_statistics_is_replaced_by_the_intact_one(study, copy, damage, real):
@@ -320,10 +314,11 @@ DAMAGE = (b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64)
 def test_a_damaged_edited_or_foreign_file_is_refused_and_the_local_copy_restores_it(study):
     for name in ("S0", "S1"):
         released(study, name)
-    file, letter = study.release_path("S1"), sums_at(study.release_path("S1"))
+    file = study.release_path("S1")
     whole = file.read_bytes()
     for change in OF_OTHERS:
-        stage.write_statistics(file, stage.ReleasedStatistics(letter.header.model_copy(update=change), letter.vector))
+        file.write_bytes(whole)
+        rewritten(file, **change)
         refuse_training(study, "statistics/S1.safetensors", f"{next(iter(change))} = ", error=UsageError)
     shutil.copy(study.release_path("S0"), file)
     refuse_training(study, "these are the statistics of site S0")
@@ -493,10 +488,9 @@ def test_an_audit_of_files_uses_their_noise_and_a_forged_file_is_refused(study, 
     tails = [site["tail"] for site in document["sites"]]
     assert all(tail["sigma"] == ONCE.sigma and not tail["beyond"] for tail in tails)
     assert [(row["site"], row["n"]) for row in document["influence"]] == [("S0", 60), ("S1", 60), ("S2", 60)]
-    letter = sums_at(study.release_path("S1"))
-    vector = letter.vector.copy()
+    vector = sums_at(study.release_path("S1")).vector.copy()
     vector[:-2] *= -1000
-    replace_vector(study.release_path("S1"), letter, vector)
+    replace_vector(study.release_path("S1"), vector)
     refuse_training(study, "statistics/S1.safetensors", "60 rows", "ask its site")
 
 
@@ -506,9 +500,9 @@ def test_harmful_class_statistics_get_no_weight(study, spoilt):
     all_released(study, *HEADS, "privacy.sigma=0.5")
     for name in ("S0", "S1"):
         if spoilt:
-            letter = sums_at(study.release_path(name))
-            swapped = [letter.vector[:-2].reshape(2, -1)[::-1].ravel(), letter.vector[-2:][::-1]]
-            replace_vector(study.release_path(name), letter, np.concatenate(swapped))
+            vector = sums_at(study.release_path(name)).vector
+            swapped = [vector[:-2].reshape(2, -1)[::-1].ravel(), vector[-2:][::-1]]
+            replace_vector(study.release_path(name), np.concatenate(swapped))
         shutil.rmtree(study.store_path(name).parent)  # it takes part by its letter alone
     run = joined(study)
     chosen = json.loads((study.root / run["run"] / "sites/S2/prediction_model.json").read_text())

@@ -132,17 +132,20 @@ def test_the_loss_of_a_batch_is_half_of_equation_4():
         torch.testing.assert_close(2 * loss(lesson.join_examples(), rows), loss(own, mine) + loss(buffer, theirs))
 
 
-def seen_by(study, variant, monkeypatch):
-    """(round, site) → where the rows of its batches came from, counted: {"real S0": 36, "buffer S1": 36}; the run."""
-    drawn, order = loop.load_batches, []
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant_run(request, planted, tmp_path_factory):
+    """A variant, its study and run, and by round and site the origins of its rows: {"real S0": 36, "buffer S1": 36}."""
+    variant, drawn, order = request.param, loop.load_batches, []
+    study = Study(copytree(planted.root, tmp_path_factory.mktemp("variant") / "study"))
 
     def spy(examples, rows, **settings):
         chosen = list(rows)
         order.append([examples.read(one) for one in chosen])
         return drawn(examples, iter(chosen), **settings)
 
-    monkeypatch.setattr(loop, "load_batches", spy)
-    path = run(study, variant, "train.local_baseline=false")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "load_batches", spy)
+        path = run(study, variant)
     origin = {}
     for site in SITES:
         store = open_store(study, site)
@@ -152,12 +155,12 @@ def seen_by(study, variant, monkeypatch):
             values, _ = RunFolder(path).site_folder(site).read_buffer()
             samples = BufferShape(N_BUFFER, 16, 3, 2).unpack_samples(values)
             origin |= {pixels.tobytes(): f"buffer {site}" for pixels in samples.read(np.arange(len(samples)))}
-    return [Counter(origin[x.tobytes()] for batch in batches for x in batch) for batches in order], path
+    seen = [Counter(origin[x.tobytes()] for batch in batches for x in batch) for batches in order]
+    return variant, study, path, seen
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_each_variant_learns_from_the_sources_of_its_paper(study, variant, monkeypatch):
-    seen, path = seen_by(study, variant, monkeypatch)
+def test_each_variant_learns_from_the_sources_of_its_paper(variant_run):
+    variant, _, path, seen = variant_run
     if variant == "central":  # a round to collect, then all buffers alike
         assert seen == [{f"buffer {site}": N_BUFFER for site in SITES}] * 3
         assert metrics(path, "S0")[0]["loss"] == {}
@@ -174,9 +177,8 @@ def test_each_variant_learns_from_the_sources_of_its_paper(study, variant, monke
             assert found == expected, (round_, site)
 
 
-@pytest.mark.parametrize("variant", ["replay", "central", *nightly("no_buffer", "buffer_only", "synthetic_only")])
-def test_every_transfer_is_counted_and_on_the_ledger(study, variant):
-    path = run(study, variant)
+def test_every_transfer_is_counted_and_on_the_ledger(variant_run):
+    variant, study, path, _ = variant_run
     models = variant in ("replay", "no_buffer", "synthetic_only")
     shape = BufferShape(N_BUFFER, 16, 3, 2)
     size = 4 * sum(value.numel() for value in model(path, "S0").values())
@@ -336,23 +338,18 @@ class PowerCut(BaseException):
 @contextmanager
 def cut(site, at, moment):
     """Interrupt a round of a site within the context: after the exchange, before or after its checkpoint."""
-    real = loop.write_checkpoint, loop._log_round
+    name = "_log_round" if moment == "after the exchange" else "write_checkpoint"
+    real = getattr(loop, name)
 
-    def checkpoint(where, now):
-        if (where.name, now) != (site, at) or moment == "after the exchange":
-            return real[0](where, now)
-        if moment == "after it":
-            real[0](where, now)
-        raise PowerCut
-
-    def log_round(where, *arguments, round_, **more):
-        if moment == "after the exchange" and (where.name, round_) == (site, at):
+    def interrupt(where, *given, **more):
+        is_due = (where.name, more.get("round_", given[0])) == (site, at)
+        if not is_due or moment == "after it":
+            real(where, *given, **more)
+        if is_due:
             raise PowerCut
-        real[1](where, *arguments, round_=round_, **more)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(PowerCut):
-        patch.setattr(loop, "write_checkpoint", checkpoint)
-        patch.setattr(loop, "_log_round", log_round)
+        patch.setattr(loop, name, interrupt)
         yield
 
 

@@ -22,6 +22,7 @@ from wsi_fl.oneshot.secagg import (
     sum_messages,
     vote_threshold,
 )
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
 
 CONTEXT = b"run 7 attempt 3"
@@ -129,7 +130,7 @@ def test_a_site_whose_message_reached_only_some_sites_is_left_out():
 def test_noise_is_at_least_that_of_the_plan_despite_colluders_and_dropouts():
     n_sites, colluding, dropouts, sigma = 7, 2, 2, 2.0**14
     share = share_sigma(sigma, n_sites, colluding + dropouts)
-    noise = [discrete_gaussian(share, 2000) for _ in range(n_sites)]
+    noise = [discrete_gaussian(share, 2000, CipherStream.from_entropy()) for _ in range(n_sites)]
     sum_ = Sum(noise, colluding, dropouts, {"sends": (5, 6)}).until_opened()
     left = np.array(sum_.total(0)) - noise[0] - noise[1]
     assert left.std() == pytest.approx(sigma, rel=4 / sqrt(2 * 2000))

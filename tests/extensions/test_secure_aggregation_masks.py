@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from wsi_fl.oneshot.discrete_noise import discrete_gaussian, quantize, share_sigma
+from wsi_fl.oneshot.discrete_noise import STEPS_PER_UNIT, discrete_gaussian, quantize, share_sigma
 from wsi_fl.oneshot.secagg import KeyPair, mask_values, sum_messages
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
 
 CONTEXT = b"run 7, round 3, gradients"
@@ -199,11 +200,11 @@ def test_inconsistent_messages_are_refused():
 
 def test_noise_once_over_sites_that_add_up():
     """Three sites, one of which may collude: the sum is there, with the noise that was asked for and half as much."""
-    rng, scale, sigma = np.random.default_rng(5), 2.0**24, 0.5 * 2.0**24
+    rng, sigma = np.random.default_rng(5), 0.5 * STEPS_PER_UNIT
     sums = rng.normal(size=(3, 4000)) * 10
     share = share_sigma(sigma, 3, 1)
-    noisy = [quantize(s, scale) + discrete_gaussian(share, 4000) for s in sums]
-    noise = sum_messages(messages_of(noisy)) / scale - sums.sum(0)
+    noisy = [quantize(s) + discrete_gaussian(share, 4000, CipherStream.from_entropy()) for s in sums]
+    noise = sum_messages(messages_of(noisy)) / STEPS_PER_UNIT - sums.sum(0)
     assert noise.std() == pytest.approx(0.5 * np.sqrt(3 / 2), rel=6 / np.sqrt(8000))
     assert abs(noise.mean()) < 6 * 0.62 / np.sqrt(4000)
 

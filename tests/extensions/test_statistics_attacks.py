@@ -34,12 +34,8 @@ def build_cohort(n=300, planted=3, seed=0):
 
 def draw_noise(sigma, k, n):
     """Return n draws of the noise of k sums."""
-    stream, mechanism, zeros = (
-        CipherStream.from_seed(0),
-        NoisyStatistics(sigma, 1.0, 1),
-        torch.zeros(k, dtype=torch.float64),
-    )
-    return np.stack([mechanism.add_noise(zeros, stream).numpy() for _ in range(n)])
+    stream, zeros = CipherStream.from_seed(0), torch.zeros(k, dtype=torch.float64)
+    return np.stack([NoisyStatistics(sigma, 1.0, 1).add_noise(zeros, stream).numpy() for _ in range(n)])
 
 
 def group(tail, attacker, name, rate="0.01"):
@@ -142,9 +138,8 @@ def test_forged_class_statistics_are_refused(sigma):
     head, letter, _ = build_statistics(sigma=sigma)
     assert explain_invalid_statistics(head, letter, 60, sigma) == ""
     flipped = torch.cat([letter[:-2].view(2, -1).flip(0).flatten(), letter[-2:].flip(0)])
-    assert (
-        explain_invalid_statistics(head, flipped, 60, sigma) == ""
-    )  # labels may be wrong anywhere, and are bounded by n
+    # labels may be wrong anywhere, and are bounded by n
+    assert explain_invalid_statistics(head, flipped, 60, sigma) == ""
     forged = torch.cat([1000 * flipped[:-2], flipped[-2:]])
     assert explain_invalid_statistics(head, forged, 60, sigma)
     one = letter.clone()
@@ -152,9 +147,8 @@ def test_forged_class_statistics_are_refused(sigma):
     assert "longer than its count" in explain_invalid_statistics(head, one)
     more = letter.clone()
     more.view(-1)[[16, 33]] += 60.0
-    assert "announced" in explain_invalid_statistics(head, more, 60, sigma) or "long" in explain_invalid_statistics(
-        head, more, 60, sigma
-    )
+    reason = explain_invalid_statistics(head, more, 60, sigma)
+    assert "announced" in reason or "long" in reason
     louder = letter.clone()
     louder[-2:] = 4 * louder[-2:] + 1
     assert "noise has a deviation" in explain_invalid_statistics(head, louder, 60, sigma)

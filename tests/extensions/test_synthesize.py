@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
+import test_mpcpa
 import torch
-from conftest import check, patches_of, refused, same, train_generator, write_patches_as_bags
+from conftest import check, refused, same, train_generator, write_patches_as_bags
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -27,10 +29,9 @@ from wsi_fl.stores.patch_shards import pack_store
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.folder import GeneratorFolder
-from wsi_fl.synthesis.stages.gan import KIND, _load_gan
+from wsi_fl.synthesis.stages import gan
+from wsi_fl.synthesis.stages.gan import KIND
 from wsi_fl.synthesis.stages.synthetic_stores import sample_generator
-from wsi_fl.synthesis.stylegan2 import upsample_maps
-from wsi_fl.synthesis.training_state import quantize_images
 from wsi_fl.system.files import read_lines, write_sealed
 from wsi_fl.types import WsiFlError
 
@@ -44,21 +45,7 @@ model = { private = "cnn1", proxy = "mlp" }
 """
 
 
-def empty_study(root):
-    for name in ("pipelines", "sites"):
-        (root / name).mkdir(parents=True)
-    (root / "pipelines" / "gan.toml").write_text(SMALL)
-    return Study(root)
-
-
-def make_study(root, *, n=60, classes=2, seed=0, real=False):
-    """One site S1 of n 16-px patches, 40 % of them held out."""
-    study, y = empty_study(root), np.arange(n) % classes
-    np.savez(root / "data.npz", x=patches_of(np.random.default_rng(seed), y % 2, 16, (0, 0, 0)), y=y)
-    partition_images(study, root / "data.npz", n_sites=1, test_fraction=0.4, seed=seed)
-    if real:
-        (root / "sites" / "S1.toml").write_text('name = "S1"\nreal = true\n')
-    return study
+make_study = partial(test_mpcpa.make_study, n_sites=1, n=60, text=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +58,12 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checked(trained):
     return trained, check(trained, site="S1")
+
+
+@pytest.fixture
+def study_copy(checked, tmp_path):
+    """A copy of the study that tests may change."""
+    return Study(shutil.copytree(checked[0].root, tmp_path / "study"))
 
 
 def digest_of(study):
@@ -172,13 +165,12 @@ def test_settings_of_the_privacy_loss_may_change_until_it_has_begun(tmp_path):
     refused(lambda: train_generator(changed, site="S1"), "other settings of the privacy loss")
 
 
-def interrupted(study, settings, how, after, kind=KIND):
+def interrupted(study, settings, how, after):
     """Run the command until a checkpoint later than iteration `after`, end it by a signal, and return its output."""
     command = [sys.executable, "-m", "wsi_fl", "synthesize", "train", "--site", "S1"]
-    command += ["--generator", kind.name]
     command += [word for one in settings for word in ("--set", one)]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.PIPE, text=True)
-    folder = kind.find_folder(study, "S1")
+    folder = KIND.find_folder(study, "S1")
     deadline = time.monotonic() + 300
     while max(folder.list_iterations(), default=0) <= after:
         assert process.poll() is None, process.stderr.read()
@@ -186,7 +178,7 @@ def interrupted(study, settings, how, after, kind=KIND):
         time.sleep(0.005)
     process.send_signal(how)
     said = process.communicate()[1]
-    refused(lambda: kind.require_trained(study, "S1"), "has not finished", error=WsiFlError)
+    refused(lambda: KIND.require_trained(study, "S1"), "has not finished", error=WsiFlError)
     return process.returncode, said
 
 
@@ -207,7 +199,8 @@ def test_a_killed_training_resumes_bit_for_bit(tmp_path):
 
 
 def test_a_real_site_gets_no_untrained_distance(tmp_path):
-    study = make_study(tmp_path / "study", real=True)
+    study = make_study(tmp_path / "study")
+    (study.root / "sites" / "S1.toml").write_text('name = "S1"\nreal = true\n')
     refused(lambda: train_generator(study, site="S1"), "lpips.weights", "real")
 
 
@@ -227,22 +220,14 @@ def test_the_verdict_has_all_requested_comparisons(checked):
         assert any(words in note for note in document["notes"])
 
 
-def test_a_generator_is_resumed_and_checked_only_with_its_training_pixels(tmp_path):
-    study, few = make_study(tmp_path / "study"), ["gan.iterations=2", "gan.privacy_iterations=0"]
-    train_generator(study, site="S1", overrides=few)
-    data = dict(np.load(study.root / "data.npz"))
+def test_a_generator_is_resumed_and_checked_only_with_its_training_pixels(study_copy):
+    study, data = study_copy, dict(np.load(study_copy.root / "data.npz"))
     np.savez(study.root / "data.npz", x=255 - data["x"], y=data["y"])
     shutil.rmtree(study.store_path("S1").parent)
     (study.root / "sites" / "S1.toml").unlink()
-    partition_images(study, study.root / "data.npz", n_sites=1, test_fraction=0.4, seed=0)
-    refused(lambda: train_generator(study, site="S1", overrides=few), "another store of site S1")
-    refused(lambda: check(study, site="S1", overrides=few), "made anew")
-
-
-@pytest.fixture
-def study_copy(checked, tmp_path):
-    """A copy of the study that tests may change."""
-    return Study(shutil.copytree(checked[0].root, tmp_path / "study"))
+    partition_images(study, study.root / "data.npz", n_sites=1, test_fraction=0.4)
+    refused(lambda: train_generator(study, site="S1"), "another store of site S1")
+    refused(lambda: check(study, site="S1"), "made anew")
 
 
 def test_without_a_check_of_this_generator_nothing_is_written(study_copy, wsi_fl):
@@ -290,11 +275,10 @@ def test_a_synthetic_store_is_a_marked_patch_store_and_never_replaces_a_real_one
 def test_models_train_on_a_synthetic_store(checked):
     study, _ = checked
     sample_generator(study, site="S1", n_per_class=8, name="both", as_site=True)
-    given = {"pipeline_name": "gan", "backend": "local"}
     both = 'sites=["both", "S1"]'
-    summary = train(study, method="fedavg", overrides=[both, "privacy.enabled=false"], **given)
+    summary = train(study, method="fedavg", overrides=[both, "privacy.enabled=false"], backend="local")
     assert {row["site"] for row in summary["sites"]} == {"both", "S1"}
-    summary = train(study, method="proxyfl", overrides=[both], **given)
+    summary = train(study, method="proxyfl", overrides=[both], backend="local")
     assert {row["site"]: row["guarantee"] for row in summary["sites"]} == {"both": "none", "S1": "guaranteed"}
 
 
@@ -306,7 +290,7 @@ def test_features_of_synthetic_patches_are_marked_as_synthetic(study_copy):
     known = BagMeta("both", meta.classes, "e", meta.spec, "features", generator=meta.generator)
     write_patches_as_bags(study.features_path("both"), known, table, np.zeros((len(table), 3), np.float32))
     heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
-    (row,) = release_statistics(study, site="both", pipeline_name="gan", overrides=heads)["sites"]
+    (row,) = release_statistics(study, site="both", overrides=heads)["sites"]
     assert row["guarantee"] == "none"
 
 
@@ -320,59 +304,32 @@ def test_a_real_hospitals_generator_becomes_a_site_of_others_only_if_allowed(stu
     assert sample_generator(study, site="S1", n_per_class=2, as_site=True)["site_file"]
 
 
-def soft_images(rng, n):
-    """Images [n, 3, 16, 16] in [−1, 1] of 4 × 4 colours, enlarged as the generator enlarges its first image."""
-    coarse = torch.from_numpy(rng.uniform(-1, 1, (n, 3, 4, 4)))
-    return coarse, upsample_maps(upsample_maps(coarse)).clamp(-1, 1)
-
-
-def plant_copier(study, coarse, labels):
-    """Make the trained generator return the training images [n, 3, 4, 4], two of each class, and nothing else.
-
-    With one latent dimension, normalised, z is −1 or 1: two styles per class. The 4-px features are made independent of
-    the style, so the first image is linear in its style, for which two linear systems are solved.
-    """
-    folder, document = KIND.require_trained(study, "S1")
-    copier = _load_gan(folder, "after").double()
-    synthesis = copier.synthesis
-    z = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(labels) // 2)[:, None]
-    w = copier.mapping(z, labels)
-    for conv in [*synthesis.first, *synthesis.second]:
-        conv.strength.zero_()
-    for later in synthesis.images[1:]:
-        later.weight.zero_()
-        later.bias.zero_()
-    synthesis.second[0].style.weight.zero_()
-    synthesis.second[0].bias.normal_()
-    first = synthesis.images[0]
-    features = synthesis.second[0](synthesis.constant[None], w[:1], None)[0].flatten(1)
-    system = torch.einsum("kc,cp->kpc", first.weight[:, :, 0, 0], features).flatten(0, 1) * first.scale
-    wanted = (coarse - first.bias[:, None, None]).flatten(1)
-    styles = torch.linalg.lstsq(system.expand(len(w), -1, -1), wanted[:, :, None]).solution[:, :, 0]
-    linear = torch.linalg.lstsq(w, styles - first.style.bias).solution.T
-    first.style.weight.copy_(linear / first.style.gain)
-    digest = folder.save_generator("after", copier.float())
-    document["phases"]["after"]["sha256"] = digest
-    folder.write_document(document)
-
-
 @pytest.mark.slow
-def test_a_copying_generator_is_detected_and_no_set_is_written(tmp_path, wsi_fl):
-    study = empty_study(tmp_path / "study")
-    coarse, soft = soft_images(np.random.default_rng(5), 64)
-    x, y = quantize_images(soft).permute(0, 2, 3, 1).numpy(), np.arange(64) // 2 % 12
-    np.savez(study.root / "data.npz", x_train=x[:24], y_train=y[:24], x_test=x[24:], y_test=y[24:])
-    partition_images(study, study.root / "data.npz", n_sites=1)
-    wide = ["gan.z_dim=1", "gan.w_dim=32", "gan.channel_max=64", "gan.channel_base=256"]
-    train_generator(study, site="S1", overrides=wide)
-    plant_copier(study, coarse[:24], torch.from_numpy(y[:24]))
-    command = ["synthesize", "check", "--site", "S1", "--json", "--set", "gan.check_samples=96"]
-    found = wsi_fl(*command, cwd=study.root)
+def test_a_copying_generator_is_detected_and_no_set_is_written(study_copy, wsi_fl, monkeypatch):
+    """A planted generator with the privacy loss draws its training images, almost invisibly changed."""
+    study, load, draw = study_copy, gan._load_gan, gan.draw_samples
+
+    def load_planted(folder, phase):
+        generator = load(folder, phase)
+        generator.copies = phase == "after"
+        return generator
+
+    def draw_planted(generator, labels, *, seed):
+        if not generator.copies:
+            return draw(generator, labels, seed=seed)
+        with open_store(study, "S1") as store:
+            pixels = store.read(np.flatnonzero(store.table.split == "train")[: len(labels)]).astype(int)
+        pixels += np.random.default_rng(seed).integers(-2, 3, pixels.shape)
+        return torch.from_numpy(pixels.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).copy())
+
+    monkeypatch.setattr(gan, "_load_gan", load_planted)
+    monkeypatch.setattr(gan, "draw_samples", draw_planted)
+    found = wsi_fl("synthesize", "check", "--site", "S1", "--json", cwd=study.root)
     assert found.returncode == 1, found.stderr
     document = json.loads(found.stdout)
     honest, copying = (document["copying"][phase]["nearest sample"] for phase in ("before", "after"))
     assert not document["passed"] and honest["copies_training"] == 0
-    assert (copying["copies_training"], copying["copies_held_out"]) == (24, 0)
+    assert (copying["copies_training"], copying["copies_held_out"]) == (36, 0)
     assert any("reproduced almost exactly" in reason for reason in document["reasons"])
     words = ("not passed", "--despite-failed-check")
     refused(lambda: sample_generator(study, site="S1", n_per_class=2), *words, error=WsiFlError)

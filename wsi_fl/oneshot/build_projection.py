@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,10 @@ def build_projection(
         progress.update(path.name, 0, 1)
     for path in files:
         try:
-            features = _load_features(path, study, pipeline, encoder, mpp)
+            if path.suffix == ".h5":
+                features = _load_store_features(path, encoder.label)
+            else:
+                features = _extract_features(path, study, pipeline, encoder, mpp)
         except WsiFlError as error:
             if path in sources or isinstance(error, UsageError):
                 raise
@@ -157,15 +160,6 @@ def _require_public(study: Study, files: Sequence[Path]) -> None:
             continue
 
 
-def _load_features(
-    path: Path, study: Study, pipeline: Pipeline, encoder: Encoder, mpp: float | None
-) -> NDArray[np.float32]:
-    """Return features float32[m, d] of some patches of a source."""
-    if path.suffix == ".h5":
-        return _load_store_features(path, encoder.label)
-    return _extract_features(path, study, pipeline, encoder, mpp)
-
-
 def _load_store_features(path: Path, encoder: str) -> NDArray[np.float32]:
     """Return features float32[m, d] of some patches of a store, equally many of every slide."""
     with BagStore(path) as store:
@@ -203,7 +197,7 @@ def _name_examples(files: Sequence[str]) -> str:
     return f": {', '.join(files[:3])}{', …' if len(files) > 3 else ''}" if files else ""
 
 
-def render_projection_lines(document: dict[str, Any]) -> Lines:
+def render_projection_lines(document: Mapping[str, Any]) -> Lines:
     """Yield the sources of the file, and the next command."""
     rows = sum(source["rows"] for source in document["sources"])
     yield TextLine(

@@ -81,16 +81,14 @@ class NoisyStatistics:
 
     def add_noise(self, statistics: Tensor, stream: CipherStream) -> Tensor:
         """Return float64[k] with discrete Gaussian noise of the stream, in steps of 1 / `STEPS_PER_UNIT`."""
-        values = quantize(statistics.cpu().numpy(), STEPS_PER_UNIT)
-        steps = self.sigma * quantization_sensitivity(self.clip, STEPS_PER_UNIT, len(values)) * (1 + NOISE_MARGIN)
+        values = quantize(statistics.cpu().numpy())
+        steps = self.sigma * quantization_sensitivity(self.clip, len(values)) * (1 + NOISE_MARGIN)
         noise = discrete_gaussian(steps, len(values), stream)
         return torch.from_numpy((values + noise) / STEPS_PER_UNIT).to(statistics.device)
 
 
 _CLIP_ROUND_OFF = 1e-9  # of the bound: more than the error of sums in float64
-
-
-FALSE_ALARM_RATE = 1e-6
+_FALSE_ALARM_RATE = 1e-6
 """The largest probability that honest statistics are refused."""
 _STATISTICS_ROUND_OFF = 1e-4  # of float32 and of clipping, relative to the length of the statistics
 _COUNT_PER_ROW = COUNT_WEIGHT / (1 + COUNT_WEIGHT**2) ** 0.5  # a row's addition to the count of its class
@@ -104,7 +102,7 @@ def explain_invalid_statistics(
     sigma: float | None = None,
     *,
     rows: bool = True,
-    rate: float = FALSE_ALARM_RATE,
+    rate: float = _FALSE_ALARM_RATE,
 ) -> str:
     """Return the reason why noisy class statistics cannot be of n units; "" for none.
 
@@ -150,10 +148,8 @@ def _find_problems(
     if length > max_length:
         yield f"it is {length:.3g} long, where {n} units and their noise make at most {max_length:.3g}"
     # 3. the counts add up to n rows at most, and noise; fewer where validation rows or a fold are held out of n
-    n_counted, tolerance = (
-        float(counts.sum()) / _COUNT_PER_ROW,
-        noise * classes**0.5 * norm.isf(8 * test_rate) / _COUNT_PER_ROW,
-    )
+    n_counted = float(counts.sum()) / _COUNT_PER_ROW
+    tolerance = noise * classes**0.5 * norm.isf(8 * test_rate) / _COUNT_PER_ROW
     if rows and n_counted - n > tolerance + round_off / _COUNT_PER_ROW:
         yield f"it counts {n_counted:.3g} rows, where {n} were announced and noise makes at most {tolerance:.3g}"
 

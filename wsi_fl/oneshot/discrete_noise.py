@@ -12,7 +12,7 @@ Sources:
 from __future__ import annotations
 
 from fractions import Fraction
-from math import exp, frexp, inf, isfinite, nextafter, pi, sqrt
+from math import exp, inf, isfinite, nextafter, pi, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,30 +25,28 @@ _MAX_SIGMA = 2.0**50
 _MAX_STEPS = 2.0**62  # bound on the whole numbers of a sum, so that noise fits into an int64
 _NEGLIGIBLE_GAP = 1e-100
 """The largest negligible distance between a sum of discrete Gaussians and one discrete Gaussian."""
-
-
 STEPS_PER_UNIT = float(1 << 24)
-"""Steps in the length of one row: rounding is far below the noise, and sums of millions of rows fit into 64 bits."""
+"""Steps in the length of one row: rounding is far below the noise, and sums of millions of rows fit into 64 bits. As a
+power of two it makes products with it exact."""
 NOISE_MARGIN = 1e-6
 """Relative excess of the noise for round-off of sums and the difference between discrete and continuous noise, which is
 below 10⁻¹² at such scales."""
 
 
-def discrete_gaussian(sigma: Fraction | float, size: int, stream: CipherStream | None = None) -> NDArray[np.int64]:
+def discrete_gaussian(sigma: Fraction | float, size: int, stream: CipherStream) -> NDArray[np.int64]:
     """Draw int64[size] from the discrete Gaussian: whole numbers x with probability ∝ exp(−x² / 2σ²), exactly.
 
     Every comparison is of whole numbers, so that no digits of a float reveal the noise. This is algorithm 3 of Canonne,
     Kamath & Steinke (2020): a draw from the discrete Laplace distribution with scale t = ⌊σ⌋ + 1 is accepted with
-    probability exp(−(|y| − σ²/t)² / 2σ²). A float σ is taken as its exact fraction. Without a stream the bits come from
-    a new one.
+    probability exp(−(|y| − σ²/t)² / 2σ²). A float σ is taken as its exact fraction.
 
     Raises:
         UsageError: when σ is not between 0 and 2⁵⁰.
     """
     if not 0 < sigma <= _MAX_SIGMA:
         raise UsageError(f"noise needs a sigma above 0 and up to 2**50, not {sigma}")
-    bits, variance = stream or CipherStream.from_entropy(), Fraction(sigma) ** 2
-    return np.fromiter((_sample_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size)
+    variance = Fraction(sigma) ** 2
+    return np.fromiter((_sample_gaussian(variance, int(sigma) + 1, stream) for _ in range(size)), np.int64, size)
 
 
 def _bernoulli_exp(n: int, d: int, bits: CipherStream) -> bool:
@@ -88,23 +86,20 @@ def _sample_gaussian(variance: Fraction, t: int, bits: CipherStream) -> int:
             return y
 
 
-def quantize(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
-    """Return int64[n], the whole numbers nearest to a site's sum float64[n] times a scale; halves go to even numbers.
-
-    The scale, whole numbers per unit, is a power of two: the product is exact, and no number moves by more than 1/2.
+def quantize(vector: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return int64[n], a site's sum float64[n] in whole steps of 1 / `STEPS_PER_UNIT`; halves go to even numbers.
 
     Raises:
         WsiFlError: when a number is not finite, or too large for 2⁶² steps.
     """
-    _check_scale(scale)
     with np.errstate(over="ignore", invalid="ignore"):
-        nearest = np.rint(np.asarray(vector, np.float64) * scale)
+        nearest = np.rint(np.asarray(vector, np.float64) * STEPS_PER_UNIT)
     if not (np.abs(nearest) < _MAX_STEPS).all():
-        raise WsiFlError(f"a sum is not finite, or too large for whole numbers at {scale:g} steps per unit")
+        raise WsiFlError(f"a sum is not finite, or too large for whole numbers at {STEPS_PER_UNIT:g} steps per unit")
     return nearest.astype(np.int64)
 
 
-def quantization_sensitivity(clip: float, scale: float, n: int) -> float:
+def quantization_sensitivity(clip: float, n: int) -> float:
     """Return clip · scale + √n, the L2 sensitivity in whole steps of a quantized sum of length n to one unit.
 
     Proof, for rounding the site's *sum*: neighbouring sums s and s + x with ‖x‖ ≤ clip are scaled exactly, and rounding
@@ -117,17 +112,15 @@ def quantization_sensitivity(clip: float, scale: float, n: int) -> float:
     Args:
         clip: L2 sensitivity of the float64 sum; round-off of its additions counts, so a sum of very many rows needs a
             little more than the clipping norm.
-        scale: steps per unit.
 
     Raises:
         UsageError: when the clip is no positive number, or n below 1.
     """
-    _check_scale(scale)
     if not 0 < clip < inf or n < 1:
         raise UsageError(f"a sensitivity needs a bound above 0 and a length from 1 on: clip={clip:g}, n={n}")
-    bound = clip * scale + sqrt(n)
+    bound = clip * STEPS_PER_UNIT + sqrt(n)
     if not isfinite(bound):
-        raise UsageError(f"clip {clip:g} is too large at {scale:g} steps per unit")
+        raise UsageError(f"clip {clip:g} is too large at {STEPS_PER_UNIT:g} steps per unit")
     return nextafter(nextafter(nextafter(bound, inf), inf), inf)  # product, root and sum: each may be rounded down
 
 
@@ -200,10 +193,7 @@ def _distribution_gap(sigma: float, n_shares: int) -> float:
     """Return τ = 10 Σ_{k=1}^{h−1} exp(−2π²σ² k / (k + 1)), the distance of a sum of h shares from a discrete Gaussian.
 
     τ / 2 bounds the difference of their log-probabilities (Kairouz, Liu & Steinke 2021, theorem 1 and section 3); two
-    neighbouring sums may each be off by τ / 2.
-
-    Raises:
-        UsageError: when σ is below 1/2, where the bound is not proven.
+    neighbouring sums may each be off by τ / 2. The bound is proven from σ = 1/2 on.
     """
     if not sigma >= 0.5:
         raise UsageError(f"a share of discrete Gaussian noise needs a sigma of 1/2 or more, not {sigma:g}")
@@ -214,8 +204,3 @@ def _count_honest(n_sites: int, n_lacking: int) -> int:
     if not 0 <= n_lacking < n_sites:
         raise UsageError(f"of {n_sites} sites at most {n_sites - 1} may collude or drop out, not {n_lacking}")
     return n_sites - n_lacking
-
-
-def _check_scale(scale: float) -> None:
-    if not (0 < scale < inf and frexp(scale)[0] == 0.5):
-        raise UsageError(f"the scale of whole numbers must be a power of two, not {scale:g}")

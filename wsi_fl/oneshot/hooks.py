@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from wsi_fl.study.pipeline import Pipeline
     from wsi_fl.study.site_file import SiteFile
 
-HEAD_NAME = "shared_head"
+_HEAD_NAME = "shared_head"
 """The one-shot global head among the payload models."""
 
 
@@ -51,7 +51,7 @@ class OneshotHooks(StudyHooks):
             )
         projection, kind = pipeline.model.projection, pipeline.target.target_kind
         n = projection if isinstance(projection, int) else open_projection(study, projection).n_components
-        model = {"private": linear, "proxy": f"{HEAD_NAME}:{n}" + (f":{kind}" if kind != "classes" else "")}
+        model = {"private": linear, "proxy": f"{_HEAD_NAME}:{n}" + (f":{kind}" if kind != "classes" else "")}
         train_keys = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
         return pipeline.replace_keys(train=train_keys, model=model, privacy={"clip": 1.0, "mode": "strict"})
 

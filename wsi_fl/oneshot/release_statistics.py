@@ -16,9 +16,10 @@ import numpy as np
 from wsi_fl.data.batches import load_batches
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.privacy_units import PrivacyUnits
-from wsi_fl.learning.local_training import DPSettings, Learner
+from wsi_fl.data.tasks import target_columns
 from wsi_fl.models import schema_digest
-from wsi_fl.oneshot.payload import compute_statistics, require_head
+from wsi_fl.oneshot.class_statistics import NoisyStatistics
+from wsi_fl.oneshot.payload import require_head
 from wsi_fl.oneshot.released_statistics import (
     STATISTICS_RUN,
     ReleasedStatistics,
@@ -88,9 +89,8 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
     with site_lock(home.parent, site.name), context:
         data = context.open_data(site.name)
         guarantee = "none" if data.is_synthetic() else privacy_account.find_guarantee(context.method, context.pipeline)
-        ledger = site_ledger.open_ledger(
-            study, site, STATISTICS_RUN, privacy_account.build_terms(site, context.pipeline, guarantee)
-        )
+        terms = privacy_account.build_terms(site, context.pipeline, guarantee)
+        ledger = site_ledger.open_ledger(study, site, STATISTICS_RUN, terms)
         known_copy = None if repeat else _find_copy(study, ledger, home, file)
         if known_copy is None:
             new_release, statistics = _compute_release(context, ledger)
@@ -111,11 +111,8 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
 def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, ReleasedStatistics] | None:
     """Return (label, statistics) of the first valid copy in the ledger, or None where nothing has left yet.
 
-    A valid copy that is not in the ledger is returned where there is no other, to be refused.
-
-    Raises:
-        WsiFlError: when all copies are damaged, or the ledger has a release without a copy here: another one would be
-            charged a second time.
+    A valid copy that is not in the ledger is returned where there is no other, to be refused. WsiFlError where all are
+    damaged, or the ledger has a release without a copy here: another one would be charged a second time.
     """
     copies, errors = [], []
     for file in (path for path in files if path.exists()):
@@ -124,14 +121,12 @@ def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
             copies.append((label, read_statistics(file, label)))
         except WsiFlError as error:
             errors.append(error)
-    charged = {
-        sent for ledger_round in ledger.list_rounds() if ledger_round.final for sent in ledger_round.releases.values()
-    }
-    released = {sent for ledger_round in ledger.list_rounds() for sent in ledger_round.releases.values()}
+    rounds = ledger.list_rounds()
+    released = {sent for ledger_round in rounds for sent in ledger_round.releases.values()}
     by_ledger = [copy for copy in copies if digest_values(copy[1].vector) in released]
     if errors and not copies:
         raise errors[0]
-    if charged and not copies:
+    if not copies and any(ledger_round.final and ledger_round.releases for ledger_round in rounds):
         raise WsiFlError(
             f"site {ledger.site}: its ledger has a release of statistics, and no copy is here; put "
             f"{study.relative_path(files[-1])} back (from a backup, or from a site that has it), or spend as much once "
@@ -178,24 +173,15 @@ def _sum_examples(
     context: RunContext, train: Cohort, units: PrivacyUnits, plan: PrivacyPlan | None, delta: float
 ) -> SharedHead:
     """Return the head with the sums of all units, with the noise of the plan."""
-    keys, device, head = context.pipeline.train, select_device(), require_head(build_model(context, 0, "shared"))
-    noise = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit) if plan else None
-    learner = Learner(
-        head,
-        lr=keys.lr,
-        weight_decay=keys.weight_decay,
-        device=device,
-        dp=noise,
-        task=train.task,
-        build_trainer=context.method.payload.build_trainer,
-    )
-    if plan is not None and learner.trainer is not None:
-        require_plan(plan, learner.trainer, n=units.n, steps=1, delta=delta, mode="strict")
-    stream = CipherStream.from_entropy()
+    device, mechanism = select_device(), NoisyStatistics(0.0, 1.0, units.n)
+    head, stream = require_head(build_model(context, 0, "shared")).to(device), CipherStream.from_entropy()
+    if plan is not None:
+        mechanism = NoisyStatistics.from_plan(plan)
+        require_plan(plan, mechanism, n=units.n, steps=1, delta=delta, mode="strict")
     rows = [units.draw_rows(np.arange(units.n), stream)]
     image_batches = load_batches(train, iter(rows), augment=None, device=device)
-    for batch in units.attach_units(image_batches, rows, device):
-        compute_statistics(learner, batch, stream)
+    for x, y, *patients in units.attach_units(image_batches, rows, device):
+        mechanism.fill(head, x, target_columns(train.task, y), stream, *patients)
     return head
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 STATISTICS_RUN = "oneshot"
 """Name of the release in ledgers."""
-DAMAGED_HINT = "copy the file from its site again, or put its backup back"
+_DAMAGED_HINT = "copy the file from its site again, or put its backup back"
 """Hint for damaged statistics."""
 
 
@@ -114,7 +114,7 @@ def read_statistics(path: Path, label: str) -> ReleasedStatistics:
     try:
         tensors, document = load_tensors(path, "release")
     except WsiFlError as error:
-        raise WsiFlError(f"{str(error).replace(str(path), label, 1)}; {DAMAGED_HINT}") from None
+        raise WsiFlError(f"{str(error).replace(str(path), label, 1)}; {_DAMAGED_HINT}") from None
     try:
         header = StatisticsHeader.model_validate(document)
         vector = tensors["sums"].numpy()
@@ -130,7 +130,7 @@ def read_statistics(path: Path, label: str) -> ReleasedStatistics:
     except (ValidationError, KeyError, TypeError, OverflowError):
         is_valid = False
     if not is_valid:
-        raise WsiFlError(f"{label}: no class statistics that a site released, or edited since; {DAMAGED_HINT}")
+        raise WsiFlError(f"{label}: no class statistics that a site released, or edited since; {_DAMAGED_HINT}")
     return ReleasedStatistics(header, vector)
 
 

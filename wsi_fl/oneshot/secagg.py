@@ -98,7 +98,10 @@ def mask_values(
         UsageError: when there is no context.
     """
     _check_publics(publics)
-    _check_values(values, len(publics))
+    if values.dtype != np.int64 or values.ndim != 1 or not len(values):
+        raise WsiFlError(f"values to be masked must be int64[n], not {values.dtype}{list(values.shape)}")
+    if max(int(values.max()), -int(values.min())) >= 2**63 // len(publics):
+        raise WsiFlError(f"values to be masked are too large for a sum of {len(publics)} sites; take a smaller scale")
     if not 0 <= place < len(publics) or publics[place] != keys.public:
         raise WsiFlError(f"the public key of site {place} is not this site's own; were they mixed up?")
     if not context:
@@ -182,13 +185,6 @@ def _check_publics(publics: Sequence[bytes]) -> None:
         if public in sites_by_key:
             raise WsiFlError(f"sites {sites_by_key[public]} and {site} have the same public key")
         sites_by_key[public] = site
-
-
-def _check_values(values: NDArray[np.int64], n_sites: int) -> None:
-    if values.dtype != np.int64 or values.ndim != 1 or not len(values):
-        raise WsiFlError(f"values to be masked must be int64[n], not {values.dtype}{list(values.shape)}")
-    if max(int(values.max()), -int(values.min())) >= 2**63 // n_sites:
-        raise WsiFlError(f"values to be masked are too large for a sum of {n_sites} sites; take a smaller scale")
 
 
 _SEED_BYTES = 16  # Shamir's field has 2¹²⁸ elements; a share is as long as a seed
@@ -282,11 +278,8 @@ class SecureSum:
     def mask_values(self, values: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return uint64[n], the values int64[n] under both masks."""
         self._advance_to(1)
-        paired, self_seed = (
-            self._mask_pairs(values, self._local_site, self._seeds[_PAIR_MASKS]),
-            self._seeds[_SELF_MASK],
-        )
-        return paired + _self_mask(self_seed, self.sum_context, len(values))
+        paired = self._mask_pairs(values, self._local_site, self._seeds[_PAIR_MASKS])
+        return paired + _self_mask(self._seeds[_SELF_MASK], self.sum_context, len(values))
 
     def vote_survivors(self, received: Collection[int], reports: Iterable[Collection[int]]) -> _Parcel:
         """Choose the survivors, and return this site's vote for all others.

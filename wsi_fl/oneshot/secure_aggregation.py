@@ -294,7 +294,7 @@ def _mask_statistics(site: Site, terms: _SumTerms, mask: _Mask, binding: bytes =
     """
     head = require_head(site.mixing_learner(terms.method).model)
     exact = head.noiseless_statistics.cpu().numpy()
-    values, share = quantize(exact, STEPS_PER_UNIT), 0.0
+    values, share = quantize(exact), 0.0
     if site.plan is not None and site.plan.sigma > 0:
         n_lacking = terms.colluding + terms.dropouts
         share = _compute_share(site.plan, len(exact), len(terms.present), n_lacking)
@@ -317,7 +317,7 @@ def _mask_statistics(site: Site, terms: _SumTerms, mask: _Mask, binding: bytes =
 
 
 def _compute_share(plan: PrivacyPlan, n: int, n_sites: int, n_lacking: int) -> float:
-    sensitivity = quantization_sensitivity(plan.clip, STEPS_PER_UNIT, n)
+    sensitivity = quantization_sensitivity(plan.clip, n)
     share = share_sigma(plan.sigma * sensitivity * (1 + NOISE_MARGIN), n_sites, n_lacking)
     if noise_multiplier(share, n_sites, n_lacking, sensitivity, n) < plan.sigma:
         raise WsiFlError(f"distributed noise in shares of {share:g} steps is less than the plan's; raise privacy.sigma")

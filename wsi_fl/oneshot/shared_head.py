@@ -78,20 +78,6 @@ class SharedHead(nn.Module):
         n_sites: number of sites in the mean `sums`; 0 before the exchange.
     """
 
-    sums: nn.Parameter
-    released: Tensor
-    noiseless_statistics: Tensor
-    local_sums: Tensor
-    scatter: Tensor
-    total_sum_of_squares: Tensor
-    design_effect: Tensor
-    rows_per_unit: Tensor
-    clip_scale: Tensor
-    n_sites: Tensor
-    mean: Tensor
-    components: Tensor
-    covariance: Tensor
-
     def __init__(
         self,
         n_classes: int,
@@ -184,7 +170,8 @@ class SharedHead(nn.Module):
                 Biometrika 1986). None for a different patient of each example.
         """
         self.local_sums.copy_(sum_by_column(z, y, self.shape[0], weights=self.kind == "number"))
-        group, sums = y, self.local_sums
+        group = y
+        sums: Tensor = self.local_sums
         if self.kind != "classes":
             group = torch.zeros(len(y), dtype=torch.int64, device=y.device)
             sums = self.local_sums.sum(0, keepdim=True)
@@ -311,16 +298,12 @@ class SharedHead(nn.Module):
         # 2. The sums of others and the weight of their examples.
         statistics = self.sum_of_other_sites()
         sums, counts = self.unpack_statistics(statistics)
-        other_sums, local_sums = (
-            torch.cat([sums, counts.clamp(min=0)[:, None]], dim=1),
-            self.local_sums / self.design_effect,
-        )
+        other_sums = torch.cat([sums, counts.clamp(min=0)[:, None]], dim=1)
+        local_sums = self.local_sums / self.design_effect
         noise = statistics[-len(counts) :].clamp(min=0).max() / _SCALE**2 * self.clip_scale**2
         baseline = build_baseline(local_sums[:, -1] + other_sums[:, -1])
-        other_information, design_effect = (
-            baseline.information @ other_sums[:, -1],
-            self.design_effect / self.rows_per_unit,
-        )
+        other_information = baseline.information @ other_sums[:, -1]
+        design_effect = self.design_effect / self.rows_per_unit
         hidden = noise * baseline.residuals.square().sum() / (residual_variance * within.trace() / d)
         weight = other_information / (other_information * design_effect + hidden).clamp(min=TINY)
         # 3. The step from all examples.
@@ -408,17 +391,11 @@ class SharedHead(nn.Module):
 class SolvedHead(nn.Module):
     """The weights of a solved one-shot global head, without statistics."""
 
-    mean: Tensor
-    components: Tensor
-    weights: Tensor
-    bias: Tensor
-
     def __init__(self, pooled: nn.Module, mean: Tensor, components: Tensor, weights: Tensor, bias: Tensor) -> None:
         super().__init__()
         self.pooled = pooled
-        tensors = {"mean": mean, "components": components, "weights": weights, "bias": bias}
-        for name, value in tensors.items():
-            self.register_buffer(name, value.detach().clone())
+        tensors = (mean, components, weights, bias)
+        self.mean, self.components, self.weights, self.bias = (nn.Buffer(value.detach().clone()) for value in tensors)
 
     def forward(self, x: Tensor) -> Tensor:
         z = embed_rows(self.pooled(x), self.mean, self.components)
@@ -434,8 +411,7 @@ def _signal_fraction(means: Tensor, rows: Tensor, inverse: Tensor, v: Tensor) ->
 
     Args:
         means, rows: float64[k, d] of the classes with statistics, and their effective sample sizes.
-        inverse: float64[d, d], of the covariance within classes.
-        v: mean variance of this covariance.
+        inverse, v: float64[d, d], of the covariance within classes, and its mean variance.
     """
     if len(means) < 2:
         return v.new_ones(())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,12 +68,9 @@ class Nearest:
     relative: _Distances
 
 
-def find_duplicates(images: _Images) -> NDArray[np.int64]:
-    """Return the rows int64[m] that equal an earlier one."""
-    if not len(images):
-        return np.zeros(0, np.int64)
-    _, first, inverse = np.unique(_flatten_images(images), axis=0, return_index=True, return_inverse=True)
-    return np.flatnonzero(first[inverse.reshape(-1)] != np.arange(len(images)))
+def count_duplicates(images: _Images) -> int:
+    """Return the number of images that equal an earlier one."""
+    return len(images) - len({image.tobytes() for image in images})
 
 
 def find_nearest(images: _Images, references: _Images, *, memory_bytes: int = _MEMORY_BYTES) -> Nearest:
@@ -122,12 +120,10 @@ def _iterate_squares(
     """Yield blocks of the squared distances of flat images: (rows of a, first row of b, float64[·, ·]).
 
     Squared distances of whole-number pixels are exact in double precision. Memory holds both blocks as float64[·, d],
-    their distances and the k best.
+    their distances and the k best: 2 · side · (d + k) + 3 · side² numbers.
     """
-    d, values = a.shape[1], max(memory_bytes // 8, 4 * (a.shape[1] + k) + 16)
-    side = max(1, int(values // (2 * d + 4 * k)))
-    while side > 1 and 2 * side * d + 3 * side * side + 2 * side * k > values:
-        side = side * 3 // 4
+    half = a.shape[1] + k
+    side = max(1, int((sqrt(half**2 + 3 * memory_bytes / 8) - half) / 3))
     for start in range(0, len(a), side):
         block = a[start : start + side].astype(np.float64)
         for first in range(0, len(b), side):
@@ -278,7 +274,7 @@ def summarize_distances(distances: _Distances) -> _Spread:
     return _Spread(len(distances), float(np.median(distances)), q05, float(distances.min()))
 
 
-def _compare_distances(training: _Distances, held_out: _Distances, *, copy_below: float = COPY_THRESHOLD) -> Comparison:
+def _compare_distances(training: _Distances, held_out: _Distances) -> Comparison:
     """Return whether training images are nearer to their nearest synthetic one than held-out images are."""
     a, b = training, held_out
     test = mannwhitneyu(a, b, alternative="less")
@@ -293,8 +289,8 @@ def _compare_distances(training: _Distances, held_out: _Distances, *, copy_below
         tail_training=n_inside[0] / len(a),
         tail_held_out=n_inside[1] / len(b),
         p_tail=float(fisher_exact(table, alternative="greater").pvalue),
-        copies_training=int((a < copy_below).sum()),
-        copies_held_out=int((b < copy_below).sum()),
+        copies_training=int((a < COPY_THRESHOLD).sum()),
+        copies_held_out=int((b < COPY_THRESHOLD).sum()),
     )
 
 
@@ -337,15 +333,11 @@ def list_doubts(comparisons: Mapping[str, Comparison], n_held_out: int) -> list[
 
 @dataclass(frozen=True)
 class _Moved:
-    """Paired distances with and without the privacy loss, and a one-sided signed-rank test of their increase.
-
-    Attributes:
-        raised: share of pairs in which the distance grew.
-    """
+    """Paired distances with and without the privacy loss, and a one-sided signed-rank test of their increase."""
 
     n: int
     median_difference: float
-    raised: float
+    raised: float  # share of pairs in which the distance grew
     p: float | None
 
 
@@ -384,16 +376,14 @@ def kernel_distance(a: _Features, b: _Features) -> float | None:
 
     None for fewer than two images of either.
     """
+    from sklearn.metrics.pairwise import polynomial_kernel
+
     if min(len(a), len(b)) < 2:
         return None
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
 
-    def kernel(u: NDArray[np.float64], v: NDArray[np.float64]) -> NDArray[np.float64]:
-        values: NDArray[np.float64] = (u @ v.T / x.shape[1] + 1) ** 3
-        return values
-
     def mean_kernel(u: NDArray[np.float64]) -> float:
-        k = kernel(u, u)
+        k = polynomial_kernel(u)
         return float((k.sum() - np.trace(k)) / (len(u) * (len(u) - 1)))
 
-    return float(mean_kernel(x) + mean_kernel(y) - 2 * kernel(x, y).mean())
+    return float(mean_kernel(x) + mean_kernel(y) - 2 * polynomial_kernel(x, y).mean())

@@ -128,11 +128,6 @@ class UNet(UNet2DModel):  # type: ignore[misc]
         )
         self.shape = shape
 
-    @property
-    def n_values(self) -> int:
-        """Number of parameters."""
-        return sum(int(p.numel()) for p in self.parameters())
-
 
 class DdpmState(TrainingState):
     """Networks, optimizer and random generator of one training."""
@@ -193,16 +188,12 @@ class _Ddim(DDIMScheduler):  # type: ignore[misc]
     """
 
     def step(self, noise: Tensor, t: Tensor, x: Tensor) -> Any:
-        """Return the library's step from time t to the next time in `timesteps`."""
-        next_time = int(self.previous_timestep(t))
+        """Return the library's step from time t to the next time in `timesteps`, or to the clean image at -1."""
+        later = self.timesteps[self.timesteps < t].tolist()
+        next_time = later[0] if later else -1
         # the library divides the chain by this for the stride; a fraction gives any stride exactly
         self.num_inference_steps = Fraction(self.config.num_train_timesteps, int(t) - next_time)
         return super().step(noise, t, x)
-
-    def previous_timestep(self, t: Tensor) -> int:
-        """Return the next time after t in `timesteps`, -1 after the last."""
-        (place,) = torch.nonzero(self.timesteps == t).flatten().tolist()
-        return int(self.timesteps[place + 1]) if place + 1 < len(self.timesteps) else -1
 
 
 def _build_scheduler(shape: DdpmShape, sampling: Sampling) -> Any:
@@ -268,8 +259,8 @@ def _predict_noise(denoiser: UNet, x: Tensor, t: Tensor, classes: Tensor, guidan
 
 def flatten_parameters(denoiser: UNet) -> NDArray[np.float32]:
     """Return all parameters as one float32[d] for sending."""
-    flat = torch.cat([p.detach().reshape(-1).cpu() for p in denoiser.parameters()])
-    return flat.numpy().astype(np.float32, copy=False)
+    vector: NDArray[np.float32] = torch.nn.utils.parameters_to_vector(denoiser.parameters()).detach().cpu().numpy()
+    return vector
 
 
 def build_denoiser(vector: NDArray[np.float32], shape: DdpmShape) -> UNet:
@@ -279,8 +270,8 @@ def build_denoiser(vector: NDArray[np.float32], shape: DdpmShape) -> UNet:
         ValueError: for another number of parameters than the shape has.
     """
     denoiser = UNet(shape)
-    if denoiser.n_values != vector.size:
-        raise ValueError(f"{vector.size} parameters, expected {denoiser.n_values}")
+    if (n := denoiser.num_parameters()) != vector.size:
+        raise ValueError(f"{vector.size} parameters, expected {n}")
     torch.nn.utils.vector_to_parameters(torch.from_numpy(np.array(vector)), denoiser.parameters())
     denoiser.requires_grad_(False).eval()
     return denoiser

@@ -11,14 +11,13 @@ check.json  check/          the verdict and its pictures
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from wsi_fl.system.files import append_line, read_lines, read_sealed, require_regular_file, write_sealed, write_text
+from wsi_fl.system.files import append_line, file_sha256, read_lines, read_sealed, write_sealed, write_text
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import WsiFlError, single_line
 
@@ -31,6 +30,8 @@ if TYPE_CHECKING:  # `check` does not need PyTorch
 
 Phase = Literal["before", "after", "denoiser"]
 """The network of a training: a GAN's without, or with, the privacy loss, or that of a diffusion model."""
+Document = dict[str, Any]
+"""A document of a generator: of its training or its check."""
 _Network = TypeVar("_Network", bound="nn.Module")
 
 KINDS = ("gan", "ddpm")
@@ -59,7 +60,7 @@ class GeneratorFolder:
     def check_path(self) -> Path:
         return self.path / "check.json"
 
-    def read_document(self) -> dict[str, Any] | None:
+    def read_document(self) -> Document | None:
         """Return the document of the training; None before it has begun.
 
         Raises:
@@ -79,7 +80,7 @@ class GeneratorFolder:
     def _command_text(self, verb: str) -> str:
         return f"`wsi-fl synthesize {verb} --site {self.path.name} --generator {self.kind}"
 
-    def read_check(self) -> dict[str, Any] | None:
+    def read_check(self) -> Document | None:
         """Return the verdict; None before the first check.
 
         Raises:
@@ -118,7 +119,7 @@ class GeneratorFolder:
 
     def compute_digest(self, phase: Phase) -> str:
         """Return the SHA-256 of a generator's file, to which a verdict refers."""
-        return _digest_file(self.generator_path(phase))
+        return file_sha256(self.generator_path(phase))
 
     def load_generator(
         self, phase: Phase, build: Callable[[Mapping[str, Any]], _Network], device: torch.device
@@ -147,7 +148,7 @@ class GeneratorFolder:
         """Write a checkpoint and its digest, then delete all but the last two."""
         save_tensors(self._state_path(state.iteration), state.copy_tensors(), state.build_document())
         iterations = self.list_iterations()[-_N_CHECKPOINTS:]
-        digests = self._read_digests() | {state.iteration: _digest_file(self._state_path(state.iteration))}
+        digests = self._read_digests() | {state.iteration: file_sha256(self._state_path(state.iteration))}
         write_sealed(self._digests_path, {"sha256": {str(k): digests[k] for k in iterations if k in digests}})
         for iteration in self.list_iterations()[:-_N_CHECKPOINTS]:
             self._state_path(iteration).unlink()
@@ -179,7 +180,7 @@ class GeneratorFolder:
     def _check_known(self, iteration: int) -> None:
         """Refuse a replaced checkpoint; one later than all digests was written just before a kill."""
         digests, path = self._read_digests(), self._state_path(iteration)
-        if digests and iteration <= max(digests) and digests.get(iteration) != _digest_file(path):
+        if digests and iteration <= max(digests) and digests.get(iteration) != file_sha256(path):
             raise WsiFlError(f"{path}: not the checkpoint that was written; {self._checkpoint_advice(iteration)}")
 
     def _check_state(self) -> bool:
@@ -218,7 +219,7 @@ class GeneratorFolder:
     def log_metrics(self, line: Mapping[str, Any]) -> None:
         append_line(self.path / "metrics.jsonl", line)
 
-    def read_metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[Document]:
         return read_lines(self.path / "metrics.jsonl", {"iteration": int})
 
     def forget_after(self, iteration: int) -> None:
@@ -236,13 +237,8 @@ def list_generator_files(study: Study, site: str) -> Iterator[list[tuple[str, Ca
             yield folder.list_files()
 
 
-def _digest_file(path: Path) -> str:
-    with require_regular_file(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _restore_tensors(
-    path: Path, subject: str, advice: str, load: Callable[[dict[str, Tensor], dict[str, Any]], object]
+    path: Path, subject: str, advice: str, load: Callable[[dict[str, Tensor], Document], object]
 ) -> None:
     tensors, document = load_tensors(path, subject, advice)
     try:

@@ -161,9 +161,11 @@ def _train_discriminator(state: GanState, real: Tensor, classes: Tensor) -> tupl
     state.ada = state.ada.observe_logits(real_logits)
     penalty = None
     if state.iteration % _R1_EVERY == 0:
-        gamma, default_gamma = (state.terms.r1_gamma, 0.0002 * state.shape.resolution**2 / state.terms.batch_size)
+        gamma = state.terms.r1_gamma
+        if gamma is None:
+            gamma = 0.0002 * state.shape.resolution**2 / state.terms.batch_size
         penalty = _r1_penalty(network, real, classes, state.ada.p, state.random)
-        torch.autograd.backward(penalty * ((default_gamma if gamma is None else gamma) / 2 * _R1_EVERY))
+        torch.autograd.backward(penalty * (gamma / 2 * _R1_EVERY))
     optimizer.step()
     return float(loss.detach()), None if penalty is None else float(penalty.detach())
 

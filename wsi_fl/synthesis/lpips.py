@@ -56,17 +56,14 @@ class Lpips(nn.Module):
         label: digest of the weights, or a note that the trunk is random, and so not `trained`.
     """
 
-    shift: Tensor
-    scale: Tensor
-
     def __init__(self, trunk: nn.ModuleList, label: str, *, trained: bool) -> None:
         super().__init__()
         self.trunk, self.label, self.trained = trunk, label, trained
         heads = load_file(_HEADS_FILE)
         for k in range(len(_CHANNELS)):
             self.register_buffer(f"head{k}", heads[f"lin{k}"].clamp_min(0).sqrt().view(1, -1, 1, 1))
-        self.register_buffer("shift", torch.tensor(_SHIFT).view(1, 3, 1, 1))
-        self.register_buffer("scale", torch.tensor(_SCALE).view(1, 3, 1, 1))
+        self.shift = nn.Buffer(torch.tensor(_SHIFT).view(1, 3, 1, 1))
+        self.scale = nn.Buffer(torch.tensor(_SCALE).view(1, 3, 1, 1))
         self.requires_grad_(False).eval()
         self.to(memory_format=torch.channels_last)
 
@@ -80,16 +77,12 @@ class Lpips(nn.Module):
         with half_precision(images.device):
             for k, block in enumerate(self.trunk):
                 x = block(functional.max_pool2d(x, 2) if k else x)
-                parts.append(self._embed_layer(x.float(), k))
+                features, weight = x.float(), getattr(self, f"head{k}")
+                # unit length per position, weighted, averaged over positions
+                length = features.square().sum(dim=1, keepdim=True).add(_EPSILON).sqrt()
+                positions = features.shape[2] * features.shape[3]
+                parts.append((features / length * (weight / positions**0.5)).flatten(1))
         return torch.cat(parts, dim=1)
-
-    def _embed_layer(self, features: Tensor, layer: int) -> Tensor:
-        """Return a layer's part of the embedding: unit length per position, weighted, averaged over positions."""
-        length = features.square().sum(dim=1, keepdim=True).add(_EPSILON).sqrt()
-        positions = features.shape[2] * features.shape[3]
-        weight: Tensor = getattr(self, f"head{layer}")
-        weighted: Tensor = features / length * (weight / positions**0.5)
-        return weighted.flatten(1)
 
 
 def half_precision(device: torch.device) -> torch.autocast:
@@ -173,19 +166,16 @@ def _pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = _
     Embeddings take at most `memory_bytes`: a is embedded in blocks as large as possible, and b in small pieces, again
     for each block.
     """
-    piece, block = _batch_sizes(lpips, a, memory_bytes)
-
-    def compare_block(images: Tensor) -> Tensor:
-        block_embeddings = embed_images(lpips, images, piece)
-        return torch.cat(
-            [
-                compute_squared_distances(block_embeddings, embed_images(lpips, others, piece)).cpu()
-                for others in torch.split(b, piece)
-            ],
-            1,
-        )
-
-    return torch.cat([compare_block(images) for images in torch.split(a, block)])
+    h, w = a.shape[-2:]
+    image_bytes = 4 * sum(channels * (h >> k) * (w >> k) for k, channels in enumerate(_CHANNELS))
+    max_images = max(2, memory_bytes // image_bytes)
+    piece = max(1, min(32, max_images // 8))
+    rows = []
+    for images in torch.split(a, max(1, max_images - 2 * piece)):
+        embeddings, others = embed_images(lpips, images, piece), torch.split(b, piece)
+        columns = [compute_squared_distances(embeddings, embed_images(lpips, other, piece)).cpu() for other in others]
+        rows.append(torch.cat(columns, 1))
+    return torch.cat(rows)
 
 
 def find_nearest_lpips(
@@ -204,25 +194,13 @@ def find_nearest_lpips(
         patients: of images and others, str[n] and str[m]; then only different images of other patients count, and
             without any the distance is infinite.
     """
-    distances: NDArray[np.float64] = (
-        _pairwise_lpips(lpips, normalize_pixels(images), normalize_pixels(others), memory_bytes=memory_bytes)
-        .double()
-        .numpy()
-    )
+    pairs = _pairwise_lpips(lpips, normalize_pixels(images), normalize_pixels(others), memory_bytes=memory_bytes)
+    distances: NDArray[np.float64] = pairs.double().numpy()
     distances[distances < _ROUNDING_DISTANCE] = 0.0
     if patients is not None:
         distances[(patients[0][:, None] == patients[1]) | (distances == 0)] = np.inf
     nearest: NDArray[np.float64] = distances.min(axis=1, initial=np.inf)
     return nearest
-
-
-def _batch_sizes(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:
-    """Return (images per pass of the network, images per block of embeddings) within so many bytes."""
-    h, w = images.shape[-2:]
-    per_image = 4 * sum(channels * (h >> k) * (w >> k) for k, channels in enumerate(_CHANNELS))
-    max_images = max(2, memory_bytes // per_image)
-    piece = max(1, min(32, max_images // 8))
-    return piece, max(1, max_images - 2 * piece)
 
 
 @torch.no_grad()

@@ -41,13 +41,9 @@ def _build_replay() -> Method:
     """
     models = Disclosure("model", "random", protection="leave")
     buffers = Disclosure("buffer", "random", protection="leave")
-    complete_buffers, description = (
-        replace(buffers, route="complete", timing="once"),
-        "models and synthetic patches are exchanged",
-    )
     row = Method(
         "Replay",
-        description,
+        "models and synthetic patches are exchanged",
         COMMON,
         step_private,
         (models, buffers),
@@ -55,13 +51,14 @@ def _build_replay() -> Method:
         load_hooks=_load_replay_hooks,
         sections=("replay.",),
     )
+    all_buffers = replace(buffers, route="complete", timing="once")
     variants = {
         "no_buffer": replace(
             row, disclosures=(models,), learns_from="own", inert_settings=("replay.buffer", "replay.unchecked")
         ),
         "buffer_only": replace(row, learners=PRIVATE, disclosures=(buffers,)),
         "synthetic_only": replace(row, learns_from="synthetic+received"),
-        "central": replace(row, learners=PRIVATE, disclosures=(complete_buffers,), learns_from="all synthetic"),
+        "central": replace(row, learners=PRIVATE, disclosures=(all_buffers,), learns_from="all synthetic"),
     }
     return replace(row, variants={("replay.variant", name): variant for name, variant in variants.items()})
 

@@ -60,11 +60,7 @@ def downsample_maps(x: Tensor) -> Tensor:
 
 
 class _EqualLinear(nn.Module):
-    """A linear layer with equalised learning rate: weights ~ N(0, 1) are scaled by 1/√fan-in at use.
-
-    Args:
-        multiplier: of the learning rate of weights and bias (0.01 in the mapping network).
-    """
+    """A linear layer with equalised learning rate: weights ~ N(0, 1) are scaled by multiplier/√fan-in at use."""
 
     def __init__(
         self, inputs: int, outputs: int, *, multiplier: float = 1.0, bias: float = 0.0, active: bool = False
@@ -124,7 +120,7 @@ def _convolve_modulated(
     """Convolve each image of x [b, i, h, w] with filters weight [o, i, k, k] scaled by its style [b, i] (eqs. 1 to 3).
 
     Inputs are scaled by the style and outputs by the demodulation, which costs one convolution with a single set of
-    filters. `up` doubles the resolution: a transposed convolution, then the binomial filter.
+    filters.
     """
     scaled = x * style[:, :, None, None].to(x.dtype)
     kernel = weight.to(x.dtype)
@@ -141,21 +137,19 @@ def _convolve_modulated(
 class _StyledConv(nn.Module):
     """A modulated 3×3 convolution, noise of learned strength (the fixed one for the same images), bias, activation."""
 
-    noise: Tensor
-
     def __init__(self, inputs: int, outputs: int, w_dim: int, size_px: int, *, up: bool = False) -> None:
         super().__init__()
         self.style = _EqualLinear(w_dim, inputs, bias=1.0)
         self.weight = nn.Parameter(torch.randn(outputs, inputs, 3, 3))
         self.bias = nn.Parameter(torch.zeros(outputs))
         self.strength = nn.Parameter(torch.zeros(()))
-        self.register_buffer("noise", torch.randn(1, 1, size_px, size_px))
+        self.noise = nn.Buffer(torch.randn(1, 1, size_px, size_px))
         self.scale, self.up = 1 / sqrt(inputs * 9), up
 
     def forward(self, x: Tensor, w: Tensor, generator: torch.Generator | None) -> Tensor:
         """Apply the layer to x [b, i, h, w] with styles w [b, w_dim] and noise from the generator, or the fixed one."""
         y = _convolve_modulated(x, self.weight * self.scale, self.style(w), up=self.up)
-        noise = self.noise
+        noise: Tensor = self.noise
         if generator is not None:
             noise = torch.randn((len(y), 1, *y.shape[2:]), generator=generator, device=y.device)
         y = y + noise.to(y.dtype) * self.strength + self.bias[:, None, None]
@@ -178,10 +172,7 @@ class _ToImage(nn.Module):
 
 
 def _append_minibatch_std(x: Tensor, group: int) -> Tensor:
-    """Append a map to [b, c, h, w]: the mean standard deviation within groups of images.
-
-    Groups have `group` images, or as many as divide b evenly.
-    """
+    """Append a map to [b, c, h, w]: the mean standard deviation within groups of `group` images, or a divisor of b."""
     b, _, h, w = x.shape
     size = next(n for n in range(min(group, b), 0, -1) if b % n == 0)
     grouped = _full_precision(x).reshape(size, b // size, *x.shape[1:])
@@ -227,8 +218,6 @@ def _normalize_rows(x: Tensor) -> Tensor:
 class _MappingNetwork(nn.Module):
     """The mapping (z, class) → w with a moving mean `w_mean`; without z, of classes, for the discriminator."""
 
-    w_mean: Tensor
-
     def __init__(self, z_dim: int, n_classes: int, w_dim: int, n_layers: int) -> None:
         super().__init__()
         self.z_dim, self.n_classes = z_dim, n_classes
@@ -237,7 +226,7 @@ class _MappingNetwork(nn.Module):
         self.layers = nn.Sequential(
             *(_EqualLinear(i, o, multiplier=_MAPPING_RATE, active=True) for i, o in itertools.pairwise(widths))
         )
-        self.register_buffer("w_mean", torch.zeros(w_dim))
+        self.w_mean = nn.Buffer(torch.zeros(w_dim))
 
     def forward(self, z: Tensor, labels: Tensor) -> Tensor:
         """Return w [b, w_dim] of z [b, z_dim] (z_dim may be 0) and labels int64[b]."""

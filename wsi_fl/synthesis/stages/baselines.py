@@ -7,11 +7,10 @@ generated images pooled; FedAvg. One table (the paper's Tables 1, 3, 4 and 7) be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from wsi_fl.data.metrics import SCORES
-from wsi_fl.report.formatting import format_number
+from wsi_fl.report.formatting import Json, format_number
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
@@ -40,38 +39,12 @@ class _BaselinesDocument(TypedDict):
     aggregate: str
     rows: list[dict[str, str | float | None]]
     """Scores of each model, in the order of the paper's tables."""
-    aggregated: dict[str, dict[str, Any]]
+    aggregated: dict[str, Json]
     transfers: dict[str, int]
-    memorization: list[dict[str, Any]]
+    memorization: list[Json]
     """Table 4, a row for each site."""
-    curve: list[dict[str, Any]]
+    curve: list[Json]
     """Figure 5: accuracies by number of generated images of each class."""
-
-
-@dataclass(frozen=True)
-class _Trainings:
-    """The trainings and evaluations of a study's methods, made unless done; `name` is the pipeline's."""
-
-    study: Study
-    name: str
-    backend: str
-    watcher: Watcher
-
-    def run_method(self, method: str, pipeline: Pipeline) -> tuple[RunFolder, Mapping[str, Any]]:
-        """Return the run of a method with these settings on the stores of today, and its evaluation."""
-        with RunContext.create(self.study, pipeline, method) as context:
-            inputs = {name: context.open_data(name).digest() for name in context.names}
-        if existing := find_finished_run(self.study, method, pipeline, inputs):  # same settings, same data
-            run = existing.folder
-        else:
-            self.watcher.print_message(f"  training {method}")
-            summary = begin_run(self.study, pipeline, method, self.name, backend=self.backend, watcher=self.watcher)
-            run = RunFolder(self.study.find_run(summary["run"]))
-        evaluation = run.read("evaluation")
-        if evaluation and evaluation.get("aggregated"):
-            evaluation["aggregated"]["rule"] = pipeline.find_section(Mpcpa).aggregate
-            return run, evaluation
-        return run, evaluate(self.study, str(run.path))
 
 
 def run_baselines(
@@ -91,14 +64,31 @@ def run_baselines(
     pipeline = study.load_pipeline(name, overrides)
     context = RunContext.create(study, pipeline, _MPCPA)
     _check_request(context)
-    trainings = _Trainings(study, name, backend, watcher or SilentProgress())
+    watcher = watcher or SilentProgress()
+
+    def run_method(method: str, pipeline: Pipeline) -> tuple[RunFolder, Json]:
+        """Return the run of a method with these settings on the stores of today, unless done, and its evaluation."""
+        with RunContext.create(study, pipeline, method) as context:
+            inputs = {name: context.open_data(name).digest() for name in context.names}
+        if existing := find_finished_run(study, method, pipeline, inputs):  # same settings, same data
+            run = existing.folder
+        else:
+            watcher.print_message(f"  training {method}")
+            summary = begin_run(study, pipeline, method, name, backend=backend, watcher=watcher)
+            run = RunFolder(study.find_run(summary["run"]))
+        evaluation = run.read("evaluation")
+        if evaluation and evaluation.get("aggregated"):
+            evaluation["aggregated"]["rule"] = pipeline.find_section(Mpcpa).aggregate
+            return run, evaluation
+        return run, evaluate(study, str(run.path))
+
     runs, evaluations = {}, {}
     for method in (_MPCPA, _REGULAR, _JOINT, _GENERATED, _FEDAVG):
-        runs[method], evaluations[method] = trainings.run_method(method, pipeline)
+        runs[method], evaluations[method] = run_method(method, pipeline)
     mpcpa, n_drawn = pipeline.find_section(Mpcpa), pipeline.find_section(Ddpm).samples_per_class
     curve = {0: evaluations[_REGULAR], min(mpcpa.per_class or n_drawn, n_drawn): evaluations[_MPCPA]}
     for n in mpcpa.curve:
-        curve[n] = curve.get(n) or trainings.run_method(_MPCPA, pipeline.replace_keys(mpcpa={"per_class": n}))[1]
+        curve[n] = curve.get(n) or run_method(_MPCPA, pipeline.replace_keys(mpcpa={"per_class": n}))[1]
     document = _build_document(context, runs, evaluations, curve)
     write_sealed(runs[_MPCPA].path / BASELINES_FILE, document)
     return document
@@ -117,45 +107,38 @@ def _check_request(context: RunContext) -> None:
         )
 
 
-def _build_point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[str, object]:
-    """Return a point of the paper's Figure 5: accuracies with n generated images of each class per denoiser."""
-    aggregated = evaluation["aggregated"]["rules"][pipeline.find_section(Mpcpa).aggregate]
-    return {
-        "per_class": n,
-        "sites": {site_scores["site"]: site_scores["accuracy"] for site_scores in evaluation["sites"]},
-        "mean": evaluation["merged"]["accuracy"]["mean"],
-        "aggregated": aggregated["accuracy"],
-    }
-
-
 def _build_document(
-    context: RunContext,
-    runs: Mapping[str, RunFolder],
-    evaluations: Mapping[str, Mapping[str, Any]],
-    curve: Mapping[int, Mapping[str, Any]],
+    context: RunContext, runs: Mapping[str, RunFolder], evaluations: Mapping[str, Json], curve: Mapping[int, Json]
 ) -> _BaselinesDocument:
     study, pipeline = context.study, context.pipeline
+    rule = pipeline.find_section(Mpcpa).aggregate
     return {
         "run": study.relative_path(runs[_MPCPA].path),
         "runs": {method: study.relative_path(run.path) for method, run in runs.items()},
         "seed": pipeline.train.seed,
         "n_test": evaluations[_MPCPA]["sites"][0]["n"],
-        "aggregate": pipeline.find_section(Mpcpa).aggregate,
-        "rows": list(_build_rows(pipeline, evaluations)),
+        "aggregate": rule,
+        "rows": list(_build_rows(rule, evaluations)),
         "aggregated": {name: evaluations[method]["aggregated"]["rules"] for name, method in _ROW_PREFIXES.items()},
         "transfers": {
             "mpcpa": runs[_MPCPA].require_summary()["communication"]["messages"],
             "fedavg": 2 * len(context.sites) * pipeline.train.rounds,
         },
         "memorization": [_read_memorization(study, name) for name in context.names],
-        "curve": [_build_point(pipeline, n, evaluation) for n, evaluation in sorted(curve.items())],
+        "curve": [
+            {
+                "per_class": n,
+                "sites": {site_scores["site"]: site_scores["accuracy"] for site_scores in evaluation["sites"]},
+                "mean": evaluation["merged"]["accuracy"]["mean"],
+                "aggregated": evaluation["aggregated"]["rules"][rule]["accuracy"],
+            }
+            for n, evaluation in sorted(curve.items())
+        ],
     }
 
 
-def _build_rows(
-    pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]
-) -> Iterator[dict[str, str | float | None]]:
-    def select_scores(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
+def _build_rows(rule: str, evaluations: Mapping[str, Json]) -> Iterator[dict[str, str | float | None]]:
+    def select_scores(evaluation: Json) -> dict[str, float | None]:
         return {name: evaluation[name] for name in SCORES}
 
     def mean_scores(method: str) -> dict[str, float | None]:
@@ -168,8 +151,7 @@ def _build_rows(
     for prefix, method in _ROW_PREFIXES.items():
         yield {"row": f"mean {prefix}", **mean_scores(method)}
     for prefix, method in _ROW_PREFIXES.items():
-        evaluation = evaluations[method]["aggregated"]["rules"][pipeline.find_section(Mpcpa).aggregate]
-        yield {"row": f"aggregated {prefix}", **select_scores(evaluation)}
+        yield {"row": f"aggregated {prefix}", **select_scores(evaluations[method]["aggregated"]["rules"][rule])}
     for label, method in (("all original", _JOINT), ("all generated", _GENERATED), ("FedAvg", _FEDAVG)):
         yield {"row": label, **mean_scores(method)}
 

@@ -38,18 +38,18 @@ from wsi_fl.synthesis.ddpm import (
     flatten_parameters,
     step,
 )
-from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.folder import Document, GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.synthesis.lpips import Lpips, find_nearest_lpips
 from wsi_fl.synthesis.stages.generator_types import (
     CheckCase,
     CheckEvidence,
-    Document,
     GeneratorTrainer,
     GeneratorType,
     Losses,
     build_shape,
     load_images,
+    load_site_lpips,
 )
 from wsi_fl.synthesis.stages.synthetic_stores import synthetic_meta, transpose_images, write_synthetic
 from wsi_fl.synthesis.training_state import balance_labels
@@ -100,11 +100,7 @@ class _DdpmTrainer(GeneratorTrainer):
 
 
 def _read_sampling(settings: Ddpm) -> Sampling:
-    """Return the pipeline's parameters of drawing images.
-
-    Raises:
-        UsageError: for guidance without class dropout, or more steps than the chain has.
-    """
+    """Return the pipeline's parameters of drawing images; UsageError where they fit no denoiser."""
     if settings.guidance != 1.0 and not settings.class_dropout:
         raise UsageError(
             f"ddpm.guidance = {settings.guidance:g} needs a denoiser that was also trained without classes; set "
@@ -150,16 +146,17 @@ def ensure_images(
     labels = balance_labels(shape.n_classes, ddpm.samples_per_class)
     key = _compute_key(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.synthetic_path(key)
-
-    def report_progress(done: int) -> None:
-        watcher.update(progress_name, done, len(labels), "images")
-
     with site_lock(path.parent, site, wait=True):
         if not path.exists():
-            batches = draw_images(denoiser, labels, sampling, seed=ddpm.seed, progress=report_progress)
-            real_meta = store.meta
-            grid = (real_meta.spec.size_px, real_meta.spec.mpp)
-            meta = synthetic_meta(site, real_meta.classes, grid, shape.resolution, {"kind": "ddpm", "site": site})
+            batches = draw_images(
+                denoiser,
+                labels,
+                sampling,
+                seed=ddpm.seed,
+                progress=lambda done: watcher.update(progress_name, done, len(labels), "images"),
+            )
+            grid = (store.meta.spec.size_px, store.meta.spec.mpp)
+            meta = synthetic_meta(site, store.meta.classes, grid, shape.resolution, {"kind": "ddpm", "site": site})
             write_synthetic(path, meta, labels, transpose_images(batches), shape.channels)
     return key, path
 
@@ -195,15 +192,13 @@ class _DdpmType(GeneratorType):
         training, held_out, memory = case.training, case.held_out, case.memory_bytes
         ddpm = case.pipeline.find_section(Ddpm)
         key, generated = _load_generated(case)
-        generated_nearest = copying_evidence.find_nearest(
-            generated.numpy(), training.images.numpy(), memory_bytes=memory
+        references = training.images.numpy()
+        generated_nearest, held_out_nearest = (
+            copying_evidence.find_nearest(images.numpy(), references, memory_bytes=memory)
+            for images in (generated, held_out.images)
         )
-        held_out_nearest = copying_evidence.find_nearest(
-            held_out.images.numpy(), training.images.numpy(), memory_bytes=memory
-        )
-        memorization = copying_evidence.judge_copies(
-            generated_nearest, held_out_nearest, len(copying_evidence.find_duplicates(training.images.numpy()))
-        )
+        n_duplicates = copying_evidence.count_duplicates(references)
+        memorization = copying_evidence.judge_copies(generated_nearest, held_out_nearest, n_duplicates)
         comparisons, lpips = _compare_distances(case, generated, held_out_nearest)
         distances = {"denoiser": generated_nearest.distance}
         if len(held_out):
@@ -276,7 +271,8 @@ def _compare_distances(
     comparisons = {"nearest sample": by_pixels}
     if case.pipeline.find_section(LpipsKeys).weights is None:
         return comparisons, None
-    lpips, gan, seed = case.load_lpips(), case.pipeline.find_section(Gan), case.pipeline.find_section(Ddpm).seed
+    lpips, gan = load_site_lpips(case.study, case.pipeline, case.site), case.pipeline.find_section(Gan)
+    seed = case.pipeline.find_section(Ddpm).seed
     training, held_out = (real_set.sample_rows(gan.check_images, seed) for real_set in (case.training, case.held_out))
     distances = [
         find_nearest_lpips(lpips, real_set.images, generated[: gan.check_samples], memory_bytes=memory)

@@ -19,7 +19,7 @@ from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.copying_evidence import Comparison, compare_paired, compare_relative, summarize_distances
-from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.folder import Document, GeneratorFolder, Phase
 from wsi_fl.synthesis.gan_training import GanState, describe_terms, draw_samples, project_images, step
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Keepaway, Lpips, compute_margin, embed_images, find_nearest_lpips
@@ -27,7 +27,6 @@ from wsi_fl.synthesis.stages.generator_types import (
     CheckCase,
     CheckEvidence,
     DistancePair,
-    Document,
     GeneratorTrainer,
     GeneratorType,
     Losses,
@@ -143,10 +142,9 @@ class _GanType(GeneratorType):
         yield draw_samples(generator, labels, seed=provenance["seed"])
 
     def collect_evidence(self, case: CheckCase) -> CheckEvidence:
-        gan, lpips = case.pipeline.find_section(Gan), case.load_lpips()
-        training, held_out = (
-            real_set.sample_rows(gan.check_images, gan.seed) for real_set in (case.training, case.held_out)
-        )
+        gan, lpips = case.pipeline.find_section(Gan), load_site_lpips(case.study, case.pipeline, case.site)
+        training = case.training.sample_rows(gan.check_images, gan.seed)
+        held_out = case.held_out.sample_rows(gan.check_images, gan.seed)
         real_sets = (training, held_out)
         rows = [draw_indices(len(real_set), gan.projections, gan.seed + 1) for real_set in real_sets]
         targets = (training.select_rows(rows[0]), held_out.select_rows(rows[1]))

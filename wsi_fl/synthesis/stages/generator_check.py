@@ -36,11 +36,11 @@ from wsi_fl.synthesis.copying_evidence import (
     kernel_distance,
     list_doubts,
 )
+from wsi_fl.synthesis.folder import Document
 from wsi_fl.synthesis.stages.generator_types import (
     HELD_OUT,
     CheckCase,
     CheckEvidence,
-    Document,
     GeneratorType,
     load_images,
     select_shared_phase,

@@ -13,8 +13,8 @@ from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watch
 from wsi_fl.stages.site.site_data import open_store, pixels_digest, store_digest
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.stages.generator_types import Document, GeneratorTrainer, GeneratorType, Losses
+from wsi_fl.synthesis.folder import Document, GeneratorFolder, Phase
+from wsi_fl.synthesis.stages.generator_types import GeneratorTrainer, GeneratorType, Losses
 from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
 from wsi_fl.synthesis.training_state import balance_labels
 from wsi_fl.system.files import site_lock, write_bytes
@@ -135,10 +135,7 @@ def _clear_folder(folder: Path) -> None:
 
 
 def _open_document(study: Study, site: str, folder: GeneratorFolder, settings: Document, store: Document) -> Document:
-    """Return the document of a generator, new or checked to be of the same training.
-
-    Settings of the second phase alone may change until it begins.
-    """
+    """Return the document of this training, or a new one; settings of the second phase may change until it begins."""
     document = folder.read_document()
     if document is None:
         document = {
@@ -154,10 +151,8 @@ def _open_document(study: Study, site: str, folder: GeneratorFolder, settings: D
     location = study.relative_path(folder.path)
     if any(document["store"].get(key, value) != value for key, value in store.items()):
         raise UsageError(f"{location}: was trained on another store of site {site}; --again trains anew")
-    (first_phase, second_phase), (document_first, document_second) = (
-        _split_settings(settings),
-        _split_settings(document["settings"]),
-    )
+    first_phase, second_phase = _split_settings(settings)
+    document_first, document_second = _split_settings(document["settings"])
     if differing_keys := [key for key, value in first_phase.items() if document_first.get(key) != value]:
         raise UsageError(
             f"{location}: a generator with other settings is there ({', '.join(differing_keys)}); --again trains anew"

@@ -21,7 +21,7 @@ from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.copying_evidence import CRITERIA, Comparison
-from wsi_fl.synthesis.folder import KINDS, GeneratorFolder, Phase
+from wsi_fl.synthesis.folder import KINDS, Document, GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.synthesis.lpips import RANDOM, Lpips, find_nearest_lpips, load_lpips
 from wsi_fl.synthesis.training_state import TrainingState
@@ -31,7 +31,6 @@ HELD_OUT = ("test", "val")
 """Splits outside of every generator's training set."""
 _MIN_IMAGES = 2
 
-Document = dict[str, Any]
 _Shape = TypeVar("_Shape")
 DistancePair = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Distances of training and of held-out images."""
@@ -132,10 +131,6 @@ class CheckCase:
     def memory_bytes(self) -> int:
         """The largest memory for comparing two sets of images."""
         return self.pipeline.find_section(LpipsKeys).memory_mb << 20
-
-    def load_lpips(self) -> Lpips:
-        """Return LPIPS with the pipeline's weights."""
-        return load_site_lpips(self.study, self.pipeline, self.site)
 
     def compute_usual_lpips(
         self, lpips: Lpips, training: RealImages, held_out: RealImages, references: RealImages

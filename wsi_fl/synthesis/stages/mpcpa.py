@@ -78,23 +78,6 @@ class ClassifierNotice(TypedDict):
     rounds: RoundNumber
 
 
-def provide_images(context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
-    """Provide the sites with generated training images; finished steps are not repeated.
-
-    Raises:
-        WsiFlError: for a denoiser without a passed check, which is not released.
-        NoCommonPlan: for denoisers of different shapes.
-    """
-    digests = {site.name: _prepare_denoiser(context.study, context.pipeline, site.name, watcher) for site in sites}
-    local_notices: list[ImagesNotice] = [
-        {"images": _has_all_images(context.study, site.folder.read_document("package"))} for site in sites
-    ]
-    if not all(notice["images"] for notice in comm.gather(local_notices, ImagesNotice, patient=True)):
-        _exchange_denoisers(context, sites, comm, watcher, digests=digests)
-    for site in sites:
-        _set_training_examples(context, site)
-
-
 def _prepare_denoiser(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str:
     """Train and check a site's denoiser unless done; return the digest of the checked one."""
     train_generator(study, pipeline, DDPM, site, watcher=watcher)
@@ -126,10 +109,8 @@ def _exchange_denoisers(
     denoisers = {site.index: load_denoiser(DDPM.find_folder(study, site.name)) for site in sites}
     local_notices: list[DenoiserNotice] = [{"schema": denoisers[site.index].shape.schema} for site in sites]
     schemas = [notice["schema"] for notice in comm.gather(local_notices, DenoiserNotice, patient=True)]
-    if len(set(schemas)) > 1:
-        differing_site = next(
-            k for k, site_schema in zip(comm.running, schemas, strict=True) if site_schema != schemas[0]
-        )
+    differing_sites = (k for k, schema in zip(comm.running, schemas, strict=True) if schema != schemas[0])
+    if (differing_site := next(differing_sites, None)) is not None:
         raise NoCommonPlan(
             f"site {names[differing_site]}: its denoiser has another shape than that of {names[comm.running[0]]}; "
             "the sites need the same [ddpm], classes and channels"
@@ -144,31 +125,19 @@ def _exchange_denoisers(
     uploads = exchange.gather("denoiser", releases, dict.fromkeys(comm.running, schemas[0]))
     packages = exchange.broadcast(uploads, next(iter(releases.values())).vector.size, schemas[0])
     for site in sites:
-        vectors = packages[site.index]
+        store, vectors = context.open_data(site.name).store, packages[site.index]
+        assert isinstance(store, PatchStore)  # the plan refuses other data
         if context.method.learns_from == "generated":
             vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
         shape, image_keys = denoisers[site.index].shape, {}
         for origin in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
             denoiser = build_denoiser(vectors[origin], shape).to(select_device())
             image_keys[names[origin]], _ = ensure_images(
-                study,
-                context.pipeline,
-                _site_patches(context, site.name),
-                denoiser,
-                site=names[origin],
-                watcher=watcher,
-                progress_name=site.name,
+                study, context.pipeline, store, denoiser, site=names[origin], watcher=watcher, progress_name=site.name
             )
         site.folder.write_document(
             "package", {"images": {name: image_keys[name] for name in names if name in image_keys}}
         )
-
-
-def _site_patches(context: RunContext, site: str) -> PatchStore:
-    """Return the patches of a site; the plan refuses other data."""
-    store = context.open_data(site).store
-    assert isinstance(store, PatchStore)
-    return store
 
 
 def _set_training_examples(context: RunContext, site: Site) -> None:
@@ -191,52 +160,63 @@ def _load_generated(study: Study, key: str, size_px: int, per_class: int | None)
     return examples[np.arange(n)]
 
 
-def send_models(context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
-    """Send every classifier to the server's folder `aggregate/`, for aggregated predictions.
-
-    Files have the study's site names: text of a peer is never part of a path.
-    """
-    learners = {site.index: site.learners["private"] for site in sites}
-    local_notices: list[ClassifierNotice] = []
-    for site in sites:
-        finished = max((line["round"] for line in site.folder.read_metrics()), default=0)
-        local_notices.append({"schema": schema_digest(learners[site.index].model), "rounds": finished})
-    notices = comm.gather(local_notices, ClassifierNotice, patient=True)
-    schemas = {k: notice["schema"] for k, notice in zip(comm.running, notices, strict=True)}
-    last_round = max(notice["rounds"] for notice in notices) + 1
-    releases = {
-        site.index: release_once(
-            site.ledger, last_round, learners[site.index].parameter_vector(), schemas[site.index], "model"
-        )
-        for site in sites
-    }
-    start_time = time.perf_counter()
-    uploads = _ServerExchange(sites, comm, context.names, last_round).gather("model", releases, schemas)
-    for index, vector in uploads.items():
-        path = context.run.path / "aggregate" / f"{context.names[index]}.safetensors"
-        with atomic_path(path) as temporary:
-            save_file({"parameters": from_numpy(vector.copy())}, temporary, {"schema": schemas[index]})
-    for site in sites:
-        site.folder.log(f"sent its model to the server, {time.perf_counter() - start_time:.2f} s")
-
-
 class _GeneratorHooks(StudyHooks):
     """Denoisers before the rounds, and classifiers after them, where the method sends any."""
 
     def prepare_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
-        provide_images(context, sites, comm, watcher)
+        """Provide the sites with generated training images; finished steps are not repeated.
+
+        Raises:
+            WsiFlError: for a denoiser without a passed check, which is not released.
+            NoCommonPlan: for denoisers of different shapes.
+        """
+        study = context.study
+        digests = {site.name: _prepare_denoiser(study, context.pipeline, site.name, watcher) for site in sites}
+        local_notices: list[ImagesNotice] = [
+            {"images": _has_all_images(study, site.folder.read_document("package"))} for site in sites
+        ]
+        if not all(notice["images"] for notice in comm.gather(local_notices, ImagesNotice, patient=True)):
+            _exchange_denoisers(context, sites, comm, watcher, digests=digests)
+        for site in sites:
+            _set_training_examples(context, site)
 
     def finish_rounds(self, context: RunContext, sites: Sequence[Site], comm: Comm) -> None:
-        if any(disclosure.timing == "after" for disclosure in context.method.disclosures):
-            send_models(context, sites, comm)
+        """Send every classifier to the server's folder `aggregate/`, for aggregated predictions.
+
+        Files have the study's site names: text of a peer is never part of a path.
+        """
+        if not any(disclosure.timing == "after" for disclosure in context.method.disclosures):
+            return
+        learners = {site.index: site.learners["private"] for site in sites}
+        local_notices: list[ClassifierNotice] = []
+        for site in sites:
+            finished = max((line["round"] for line in site.folder.read_metrics()), default=0)
+            local_notices.append({"schema": schema_digest(learners[site.index].model), "rounds": finished})
+        notices = comm.gather(local_notices, ClassifierNotice, patient=True)
+        schemas = {k: notice["schema"] for k, notice in zip(comm.running, notices, strict=True)}
+        last_round = max(notice["rounds"] for notice in notices) + 1
+        releases = {
+            site.index: release_once(
+                site.ledger, last_round, learners[site.index].parameter_vector(), schemas[site.index], "model"
+            )
+            for site in sites
+        }
+        start_time = time.perf_counter()
+        uploads = _ServerExchange(sites, comm, context.names, last_round).gather("model", releases, schemas)
+        for index, vector in uploads.items():
+            path = context.run.path / "aggregate" / f"{context.names[index]}.safetensors"
+            with atomic_path(path) as temporary:
+                save_file({"parameters": from_numpy(vector.copy())}, temporary, {"schema": schemas[index]})
+        for site in sites:
+            site.folder.log(f"sent its model to the server, {time.perf_counter() - start_time:.2f} s")
 
     def count_bytes(self, pipeline: Pipeline, disclosure: Disclosure, shape: Shape, n_classes: int) -> int | None:
         """Return the bytes of a denoiser; None for models without images."""
         if not isinstance(shape, Images):
             return None
         ddpm = pipeline.find_section(Ddpm)
-        ddpm_shape = DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels)
-        return 4 * UNet(ddpm_shape).n_values
+        denoiser = UNet(DdpmShape(ddpm.resolution, shape.channels, n_classes, ddpm.channels))
+        return 4 * int(denoiser.num_parameters())
 
     def distinguishing_settings(self, pipeline: Pipeline) -> tuple[object, ...]:
         """Return the point of the curve over generated images."""

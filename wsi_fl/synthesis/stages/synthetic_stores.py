@@ -22,7 +22,8 @@ from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import dump_toml, validate_model
-from wsi_fl.synthesis.stages.generator_types import Document, describe_outcome, load_kind
+from wsi_fl.synthesis.folder import Document
+from wsi_fl.synthesis.stages.generator_types import describe_outcome, load_kind
 from wsi_fl.synthesis.training_state import balance_labels
 from wsi_fl.system.files import site_lock, write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
