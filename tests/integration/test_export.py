@@ -119,17 +119,6 @@ def test_an_exported_proxy_predicts_the_same_in_wsinfer(evaluated_run):
     assert ours.std(0).max() > 1e-3  # answers differ, so that agreeing says something
 
 
-@pytest.mark.slow
-def test_onnxruntime_predicts_the_same(evaluated_run):
-    study, run = evaluated_run
-    document = export_model(study, run, model_name="private", form="onnx", site="S1", private=True)
-    say = load_onnx(study.root / document["out"])
-    for n in (1, 8):
-        x = prepare_patches(read_pixels(study)[:n])
-        ours = predict_probabilities(study.root / run, "S1", "private", "cnn1", Images(3, SIZE), x)
-        assert np.abs(say(x) - ours).max() < 1e-5
-
-
 def test_the_card_has_the_verdict_of_comparisons(evaluated_run, tmp_path):
     study, run = evaluated_run
     copy = type(study)(tmp_path / "study")
@@ -194,7 +183,9 @@ def test_the_card_of_a_shared_model_without_privacy_names_the_lack(pair):
     quick = ["privacy.enabled=false", "train.rounds=1"]
     run = trained(pair, "fedavg", *quick)["run"]
     document = export_model(pair, run, model_name="shared", form="wsinfer")
-    assert "memorised" in document["warning"] and not read_card(pair, document)[0]["privacy"]["covered"]
+    card, text = read_card(pair, document)
+    assert "memorised" in document["warning"] and not card["privacy"]["covered"]
+    assert "None are exported with this model: the run was not evaluated." in text
     refused(lambda: export_model(pair, run, model_name="private", form="wsinfer"), "has shared")
 
 
@@ -211,7 +202,8 @@ def test_patches_are_reduced_as_in_training_and_an_onnx_file_describes_its_input
     assert np.abs(predict_as_wsinfer(study.root / document["out"], pixels) - ours).max() < 1e-5
     document = export_model(study, run, model_name="private", form="onnx", site="S0", private=True)
     whole = prepare_patches(pixels)  # as WSInfer's transform makes it: one contract for both files
-    assert np.abs(load_onnx(study.root / document["out"])(whole) - ours).max() < 1e-5
+    for n in (1, 8):
+        assert np.abs(load_onnx(study.root / document["out"])(whole[:n]) - ours[:n]).max() < 1e-5
     takes = "`images` float32[batch, 3, 32, 32], pixels / 127.5 − 1; reduced inside to 16 px by area, as in training"
     card, text = read_card(study, document)
     assert card["model"]["input"] == takes and takes in text
@@ -253,8 +245,6 @@ def test_a_shared_head_is_exported_without_local_statistics(pair):
         patients = [f"p{k}" for k in range(60)]
         write_features(pair, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
     run = trained(pair, "oneshot", "train.data=features", "model.projection=4")["run"]
-    _, text = read_card(pair, export_model(pair, run, model_name="shared", form="onnx"))
-    assert "None are exported with this model: the run was not evaluated." in text
     evaluate(pair, run)
     compare_methods(pair, [run])
     document = export_model(pair, run, model_name="shared", form="onnx")
