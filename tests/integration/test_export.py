@@ -31,13 +31,12 @@ SIZE = 16
 
 @pytest.fixture(scope="module")
 def evaluated_run(tmp_path_factory):
-    """A study of patches with an evaluated, audited run of ProxyFL."""
+    """A study of patches, an evaluated, audited run of ProxyFL, and the document of its exported proxy."""
     study = make_study(tmp_path_factory.mktemp("export") / "study", n_sites=2)
-    sets = ["audit.canaries=20", "train.rounds=2"]
-    run = trained(study, "proxyfl", *sets)["run"]
+    run = trained(study, "proxyfl", "audit.canaries=20", "train.rounds=2")["run"]
     evaluate(study, run)
     audit_run(study, run)
-    return study, run
+    return study, run, export_model(study, run, model_name="proxy", form="wsinfer")
 
 
 def predict_probabilities(run, site, role, name, shape, x):
@@ -108,8 +107,7 @@ def load_onnx(folder):
 
 
 def test_an_exported_proxy_predicts_the_same_in_wsinfer(evaluated_run):
-    study, run = evaluated_run
-    document = export_model(study, run, model_name="proxy", form="wsinfer")
+    study, run, document = evaluated_run
     folder, pixels = study.root / document["out"], read_pixels(study)
     config = json.loads((folder / "config.json").read_text())
     check_config(config)
@@ -120,7 +118,7 @@ def test_an_exported_proxy_predicts_the_same_in_wsinfer(evaluated_run):
 
 
 def test_the_card_has_the_verdict_of_comparisons(evaluated_run, tmp_path):
-    study, run = evaluated_run
+    study, run, _ = evaluated_run
     copy = type(study)(tmp_path / "study")
     shutil.copytree(study.root, copy.root)
     card, text = read_card(copy, export_model(copy, run, model_name="proxy", form="wsinfer"))
@@ -132,9 +130,9 @@ def test_the_card_has_the_verdict_of_comparisons(evaluated_run, tmp_path):
 
 
 def test_the_card_has_the_results_of_the_run(evaluated_run):
-    study, run = evaluated_run
+    study, run, document = evaluated_run
     folder = study.root / run
-    card, text = read_card(study, export_model(study, run, model_name="proxy", form="wsinfer"))
+    card, text = read_card(study, document)
     proxies = json.loads((folder / "evaluation.json").read_text())["sites"][0]["models"]["proxy"]
     assert card["metrics"]["parts"][0]["accuracy"] == proxies["accuracy"]
     assert card["metrics"]["parts"][1]["accuracy"] == proxies["own"]["accuracy"]
@@ -152,7 +150,7 @@ def test_the_card_has_the_results_of_the_run(evaluated_run):
 
 
 def test_models_that_may_not_leave_the_site_are_not_exported(evaluated_run, tmp_path):
-    study, run = evaluated_run
+    study, run, _ = evaluated_run
     for how, *words in (
         ({"model_name": "private", "private": True}, "--site"),
         ({"model_name": "private", "site": "S0"}, "--private", "memorised"),
@@ -323,7 +321,7 @@ def test_an_export_is_compared_as_finely_as_the_model_reproduces_itself(tmp_path
 
 
 def test_the_export_command_prints_one_document(evaluated_run, wsi_fl):
-    study, run = evaluated_run
+    study, run, _ = evaluated_run
     told = wsi_fl("export", "--run", run, "--model", "proxy", "--format", "wsinfer", "--json", cwd=study.root)
     assert told.returncode in (0, None) and json.loads(told.stdout)["model"] == "proxy"
     for words in ((), ("--run", run), ("--site", "S0", "--private")):
