@@ -41,7 +41,7 @@ from wsi_fl.types import WsiFlError
 
 SITES = ["S0", "S1", "S2"]
 ALLOWED = REAL + '\nallow = ["scores"]'
-SEEDED = ["train.rounds=8", "privacy.insecure_seed=3"]
+SEEDED = ["train.rounds=3", "privacy.insecure_seed=3"]
 QUIET = ["train.rounds=2", "privacy.sigma=4"]
 SUMMARY = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": [], "communication": {}}
 

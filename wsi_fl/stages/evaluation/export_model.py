@@ -38,13 +38,7 @@ _CARD_FILES = ("MODEL_CARD.md", "model_card.json")
 
 @dataclass(frozen=True)
 class _ExportRequest:
-    """A model to export.
-
-    Attributes:
-        model_name: public name: "private", "proxy" or "shared".
-        role: name in the run.
-        facts: the run's record of the training store.
-    """
+    """A model to export: its public name, its role in the run, and the run's record of its training store (`facts`)."""
 
     context: RunContext
     site: SiteFile

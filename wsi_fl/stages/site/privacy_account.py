@@ -156,13 +156,7 @@ def _meet_limits(
 
 @dataclass(frozen=True)
 class _Account:
-    """The privacy account of a site in a run.
-
-    Attributes:
-        ledger: of all spending and releases, under the site's terms.
-        units: privacy units, rows or patients, canaries included.
-        plan: of a round; None without differential privacy, and where class statistics were released before.
-    """
+    """A site's account: ledger, units with canaries, plan of a round, None without privacy and of earlier releases."""
 
     ledger: PrivacyLedger
     units: PrivacyUnits
