@@ -185,12 +185,8 @@ def test_every_command_of_a_page_parses_and_its_keys_exist(page):
 
 
 def test_the_parser_of_pages_finds_commands_and_refuses_what_does_not_exist():
-    words = [
-        *list_commands(
-            "    cd a && wsi-fl tile --all \\\n        --set 'tile.qc=[\"pen\"]' && wsi-fl check --all  # read\n"
-        )
-    ]
-    assert words == [["tile", "--all", "--set", 'tile.qc=["pen"]'], ["check", "--all"]]
+    text = "    cd a && wsi-fl tile --all \\\n        --set 'tile.qc=[\"pen\"]' && wsi-fl check --all  # read\n"
+    assert [*list_commands(text)] == [["tile", "--all", "--set", 'tile.qc=["pen"]'], ["check", "--all"]]
     assert sum(len([*list_commands(page.read_text(encoding="utf-8"))]) for page in COMMAND_PAGES) > 150
     program = typer.main.get_command(app)
     for line in ("tiles --all", "tile --every", "pack A B C", "tile --site"):
