@@ -168,22 +168,16 @@ def _table_error(folder: SiteFolder, problem: str) -> WsiFlError:
 
 def _load_evaluation_row(folder: SiteFolder) -> Mapping[str, Any]:
     """Return the row of a site in the run's evaluation; {} without one."""
-    run = RunFolder(folder.path.parent.parent)
-    return _load_evaluation_rows(run.path, _modification_time(run.path / "evaluation.json")).get(folder.path.name, {})
-
-
-def _modification_time(path: Path) -> int | None:
-    return path.stat().st_mtime_ns if path.exists() else None
+    path = folder.path.parent.parent / "evaluation.json"
+    rows = _load_evaluation_rows(path.parent, path.stat().st_mtime_ns) if path.exists() else {}
+    return rows.get(folder.path.name, {})
 
 
 @lru_cache(maxsize=4)
-def _load_evaluation_rows(run: Path, modified: int | None) -> Mapping[str, Mapping[str, Any]]:
+def _load_evaluation_rows(run: Path, _modified: int) -> Mapping[str, Mapping[str, Any]]:
     """Return the rows of a run's evaluation by site, cached until the file is modified."""
-    document = None if modified is None else RunFolder(run).read_evaluation()
-    if document is None:
-        return {}
-    field_names = ("n", "predictions")
-    return {row["site"]: {name: row.get(name) for name in field_names} for row in document["sites"]}
+    document = RunFolder(run).read_evaluation() or {"sites": []}
+    return {row["site"]: {name: row.get(name) for name in ("n", "predictions")} for row in document["sites"]}
 
 
 def read_example_scores(folder: SiteFolder, on: str, task: Task = CLASSES) -> ExampleScores | None:
