@@ -20,9 +20,7 @@ def trident(folder, table, first, n, rng):
             file["features"] = (rng.normal(size=(5, 16)) + label).astype(np.float32)
             file["features"].attrs["encoder"] = "somebody's"
             file["coords"] = rng.integers(0, 100, (5, 2)) * 512
-            file["coords"].attrs.update(
-                {"patch_size": 256, "patch_size_level0": 512, "target_magnification": 20, "overlap": 0}
-            )
+            file["coords"].attrs.update(patch_size=256, patch_size_level0=512, target_magnification=20, overlap=0)
         lines.append(f"s{k},{('not', 'recurrent')[label]},p{k}")
     table.write_text("\n".join(lines) + "\n")
 

@@ -1,6 +1,7 @@
 """Tests of cross-site evaluation: hospitals score each other's models locally and release only counts."""
 
 import json
+import shutil
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -31,22 +32,26 @@ from wsi_fl.privacy.guarantee import PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.report.cross_site_section import build_cross_site_section, render_coordinator
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.cross_site import render_cross_site_lines
 from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.evaluation_lines import render_cross_site_lines
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import resume_run, train
+from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 
 SITES = ["S0", "S1", "S2"]
 ALLOWED = REAL + '\nallow = ["scores"]'
-SEEDED = ["train.rounds=8", "privacy.insecure_seed=3"]
+SEEDED = ["train.rounds=3", "privacy.insecure_seed=3"]
 QUIET = ["train.rounds=2", "privacy.sigma=4"]
+SUMMARY = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": [], "communication": {}}
 
 
-@pytest.fixture(autouse=True)
-def _one_process(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def _one_process():
     """Allow real hospitals in one process, for tests only."""
-    monkeypatch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "_check_stores_stay_apart", lambda *_: None)
+        yield
 
 
 def hospitals(root, allow=ALLOWED, **kinds):
@@ -60,6 +65,13 @@ def hospitals(root, allow=ALLOWED, **kinds):
 @pytest.fixture
 def three(tmp_path):
     return hospitals(tmp_path / "three")
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """Return a study and its run of ProxyFL, of which tests change copies only."""
+    study = hospitals(tmp_path_factory.mktemp("scored") / "study")
+    return study, run(study)
 
 
 def run(study, method="proxyfl", *overrides):
@@ -162,12 +174,12 @@ def test_impossible_counts_are_refused():
 
 
 @pytest.mark.parametrize(("method", "models"), [*nightly(("fedavg", ["central"]), ("cwt", SITES)), ("proxyfl", SITES)])
-def test_every_site_keeps_the_counts_of_its_sent_model_at_every_hospital(three, method, models):
-    folder = run(three, method)
+def test_every_site_keeps_the_counts_of_its_sent_model_at_every_hospital(scored, three, method, models):
+    study, folder = scored if method == "proxyfl" else (three, run(three, method))
     document = read_received_counts(folder)
     assert list(document["models"]) == models and document["hospitals"] == SITES
     for site in SITES:
-        (line,) = left(three, site)
+        (line,) = left(study, site)
         assert line["mechanism"] is None and line["round"] == document["round"] == 3
         assert read_received_counts(folder, site) == document
     for model in models:
@@ -356,17 +368,17 @@ def test_the_same_counts_leave_the_site_after_a_restart(three, monkeypatch, mome
     assert before["S0"] and kept and read_received_counts(folder) is None
     monkeypatch.setattr(between, "count_predictions", lambda *_, **__: empty_counts(2))  # nothing is counted anew
     resume_run(three, folder.name, backend="local")
-    assert (
-        read_received_counts(folder)["hospitals"] == SITES and folder.site_folder("S0").read_document("counts") == kept
-    )
+    assert read_received_counts(folder)["hospitals"] == SITES
+    assert folder.site_folder("S0").read_document("counts") == kept
     for site, known in before.items():
         assert left(three, site)[: len(known)] == known and len(left(three, site)) == 1
         assert [line["round"] for line in lines(three, site) if line.get("again")].count(3) == len(known)
     assert folder.read("summary")["sites"][0]["guarantee"] == "guaranteed"
 
 
-def test_models_changed_since_a_restart_are_not_scored(three):
-    folder = run(three)
+def test_models_changed_since_a_restart_are_not_scored(scored, tmp_path):
+    three = Study(shutil.copytree(scored[0].root, tmp_path / "study"))
+    folder = RunFolder(three.find_run("1"))
     (folder.path / "summary.json").unlink()
     kept = folder.site_folder("S1").read_document("counts")
     folder.site_folder("S1").write_document("counts", kept | {"schema": "0" * 64})
@@ -418,15 +430,9 @@ def test_other_than_two_classes_have_both_accuracies_but_no_auroc(n_classes):
     truth = rng.integers(0, n_classes, 80)
     said = {site: rng.dirichlet(np.ones(n_classes), 80) for site in SITES}
     halves = np.split(np.arange(80), 2)
-    counts = {
-        site: dict(
-            zip(("S0", "S2"), (count_predictions(said[site][rows], truth[rows]) for rows in halves), strict=True)
-        )
-        for site in ("S0", "S1")
-    }
-    counts["S1"]["S2"], counts["S2"] = (empty_counts(n_classes), dict.fromkeys(("S0", "S2"), empty_counts(n_classes)))
-    for site, held in counts.items():
-        counts[site] = {one: unpack_counts(pack_counts([told]), 1, n_classes)[0] for one, told in held.items()}
+    part = [count_predictions(said[site][rows], truth[rows]) for site in ("S0", "S1") for rows in halves]
+    told = unpack_counts(pack_counts([*part[:3], *[empty_counts(n_classes)] * 3]), 6, n_classes)
+    counts = {site: {"S0": told[2 * k], "S2": told[2 * k + 1]} for k, site in enumerate(SITES)}
     document = make_counts_document(counts, names)
     assert _is_complete(document)  # what a coordinator asks of what hospitals send
     models = score_cross_site(document)["models"]
@@ -443,8 +449,7 @@ def test_other_than_two_classes_have_both_accuracies_but_no_auroc(n_classes):
     tables = build_cross_site_section(score_cross_site(document))["tables"]
     assert [table["title"] for table in tables] == ["Accuracy", "Macro-accuracy"]
     assert list(render_cross_site_lines(score_cross_site(document)))
-    summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
-    page = render_coordinator(summary | {"communication": dict.fromkeys(("messages", "bytes", "seconds"), 0)}, document)
+    page = render_coordinator(SUMMARY, document)
     assert all(name in page for name in names)
 
 
@@ -473,22 +478,20 @@ def make_counts(**tables):
 def test_models_with_constant_predictions_never_win():
     always = [[0, 11], [0, 13]]
     documents = make_counts(S0=always, S1=always), make_counts(S0=always, S1=[[11, 0], [13, 0]])
-    summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
-    summary["communication"] = {"messages": 0, "bytes": 0, "seconds": 0}
     for document in documents:
-        page = " ".join(render_coordinator(summary, document).split())
+        page = " ".join(render_coordinator(SUMMARY, document).split())
         assert "There no model does better than always predicting tumour, which has an accuracy of 0.542." in page
         assert "does best" not in page
-    assert "Darker is higher" not in render_coordinator(summary, documents[0])
+    assert "Darker is higher" not in render_coordinator(SUMMARY, documents[0])
 
 
-def test_the_coordinators_page_is_rendered_from_two_documents_alone(three):
-    summary = run(three).read("summary")
+def test_the_coordinators_page_is_rendered_from_two_documents_alone(scored):
+    summary = scored[1].read("summary")
     text = render_coordinator(summary, make_uneven_counts())
     assert "&lt;tumor&gt;" in text and "<tumor>" not in text
     assert text.startswith("<!doctype html>") and "src=" not in text and "<script" not in text
     accuracy = score_cross_site(make_uneven_counts())["models"]["S2"]["merged"]["accuracy"]
     assert f"{accuracy:.3f}" in text and "guaranteed" in text
-    assert str(three.root) not in text and "_patient_" not in text and "_slide_" not in text
+    assert str(scored[0].root) not in text and "_patient_" not in text and "_slide_" not in text
     bare = render_coordinator(summary, None)
     assert "No hospital released counts" in bare and "of models at hospitals" not in bare

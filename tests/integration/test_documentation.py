@@ -68,6 +68,8 @@ def test_config_explains_a_key_a_section_and_all():
     assert [row["key"] for row in every["keys"]] == [row["key"] for row in find_keys()]
     rounds = find_keys("train.rounds")[0]
     assert (rounds["type"], rounds["default"]) == ("integer ≥ 1, ≤ 1000000", 30)
+    refused(lambda: find_keys("train.roundes"), "unknown key 'train.roundes'", "did you mean 'train.rounds'?")
+    refused(lambda: find_keys("trian"), "did you mean 'train'?")
 
 
 def test_machine_readable_files_name_existing_things():
@@ -80,11 +82,6 @@ def test_machine_readable_files_name_existing_things():
     for page_ in ("README.md", "CONTRIBUTING.md", "AGENTS.md"):
         said = re.findall(r"`make ([a-z-]+)`|^    make ([a-z-]+)", text_of(page_), re.MULTILINE)
         assert said and {max(pair) for pair in said} <= goals, page_
-
-
-def test_an_unknown_key_is_refused_with_a_suggestion():
-    refused(lambda: find_keys("train.roundes"), "unknown key 'train.roundes'", "did you mean 'train.rounds'?")
-    refused(lambda: find_keys("trian"), "did you mean 'train'?")
 
 
 def test_links_and_named_keys_exist():
@@ -130,6 +127,7 @@ def test_help_and_the_page_of_commands_have_the_same_groups():
     of_page = {part.split("\n", 1)[0]: {*re.findall(r"^\| `wsi-fl ([a-z-]+)", part, flags=re.M)} for part in sections}
     program = typer.main.get_command(app)
     groups = program.list_groups()
+    assert groups["Start"][:2] == ["demo", "doctor"]
     assert of_page == {title: {*names} for title, names in groups.items()}
     shown = CliRunner().invoke(app, ["--help"]).stdout
     of_help = {part.split(":", 1)[0]: part for part in re.split(r"^(?=\S+.*:$)", shown, flags=re.M)}
@@ -187,12 +185,8 @@ def test_every_command_of_a_page_parses_and_its_keys_exist(page):
 
 
 def test_the_parser_of_pages_finds_commands_and_refuses_what_does_not_exist():
-    words = [
-        *list_commands(
-            "    cd a && wsi-fl tile --all \\\n        --set 'tile.qc=[\"pen\"]' && wsi-fl check --all  # read\n"
-        )
-    ]
-    assert words == [["tile", "--all", "--set", 'tile.qc=["pen"]'], ["check", "--all"]]
+    text = "    cd a && wsi-fl tile --all \\\n        --set 'tile.qc=[\"pen\"]' && wsi-fl check --all  # read\n"
+    assert [*list_commands(text)] == [["tile", "--all", "--set", 'tile.qc=["pen"]'], ["check", "--all"]]
     assert sum(len([*list_commands(page.read_text(encoding="utf-8"))]) for page in COMMAND_PAGES) > 150
     program = typer.main.get_command(app)
     for line in ("tiles --all", "tile --every", "pack A B C", "tile --site"):

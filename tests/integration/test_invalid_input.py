@@ -79,9 +79,16 @@ def test_every_number_has_bounds(model):
         ('target.classes=["a\\u001b[2J", "b"]', ("target.classes", "U+001B")),
         ("model.private=a\udce4", ("U+DCE4",)),
         (f"train.rounds={'[' * 5000}", ("train.rounds", "nested too deeply")),
+        ("train.rounds", ("section.key=value",)),
+        ("=5", ("section.key=value",)),
+        ("train.roundes=5", ("small.toml with --set", "did you mean 'rounds'")),
+        ("train.rounds.x=5", ("rounds is not a section",)),
+        ("train.rounds=", ("train.rounds", "integer")),
+        ("rounds=5", ("unknown key 'rounds'",)),
+        ("predict.modle=mean", ("did you mean 'model'?",)),
     ],
 )
-def test_an_override_out_of_bounds_is_refused_by_its_key(study, override, words):
+def test_a_mistake_in_an_override_is_refused_by_its_key(study, override, words):
     require_refusal(lambda: study.load_pipeline("small", [override]), *words)
 
 

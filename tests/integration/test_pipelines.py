@@ -8,7 +8,6 @@ from conftest import nightly
 from PIL import Image
 
 from wsi_fl.cli.main import app
-from wsi_fl.models import BAG_BUILDERS, IMAGE_BUILDERS, VECTOR_BUILDERS
 from wsi_fl.study.folder import Study, find_shipped_folder
 
 
@@ -68,15 +67,6 @@ def test_the_first_line_of_a_pipeline_runs_the_study_at_a_smaller_scale(study, m
     (run,) = (folder for folder in study.runs_path.glob("*") if folder.is_dir())
     assert run.name.endswith(f"proxyfl-{name}")
     assert len(list(run.glob("sites/*/private.safetensors"))) == 2
-
-
-@pytest.mark.parametrize("path", sorted(find_shipped_folder("pipelines").glob("*.toml")), ids=lambda p: p.stem)
-def test_every_shipped_pipeline_names_models_that_exist(study, path):
-    pipeline = study.load_pipeline(path.stem)
-    of_slides = VECTOR_BUILDERS if pipeline.train.example == "patient" else BAG_BUILDERS
-    known = {"patches": IMAGE_BUILDERS, "features": VECTOR_BUILDERS, "mosaics": of_slides}[pipeline.train.data]
-    named = {name for name in (pipeline.model.private, pipeline.model.proxy) if not name.startswith("timm:")}
-    assert named <= set(known)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Tests of `predict`: agreement with `evaluate`, outlines of tumour, and files for QuPath."""
 
-import csv
 import json
 import shutil
 import uuid
@@ -13,6 +12,7 @@ import shapely
 from conftest import refused
 from file_changes import edit, site_file
 from PIL import Image
+from training_runs import csv_rows
 
 from wsi_fl.demo import simulated_slides
 from wsi_fl.runs.run_folder import RunFolder
@@ -72,11 +72,6 @@ def study_copy(trained, tmp_path):
     return Study(tmp_path / "copy"), run, slides
 
 
-def rows_of(path):
-    with Path(path).open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def heat(probabilities, boxes, classes=CLASSES, threshold=0.5):
     p = np.asarray(probabilities, float)
     return PatchPredictions(np.asarray(boxes), classes, np.stack([1 - p, p], 1) if p.ndim == 1 else p, threshold)
@@ -93,9 +88,9 @@ def test_probabilities_equal_those_of_evaluate_on_the_same_patches(trained, pred
     ours = {
         (row["slide"], p["x_l0"], p["y_l0"]): float(p["p_tumor"])
         for row in predicted["slides"]
-        for p in rows_of(study.root / row["csv"])
+        for p in csv_rows(study.root / row["csv"])
     }
-    told = rows_of(study.root / run / "sites/C1/predictions.csv")
+    told = csv_rows(study.root / run / "sites/C1/predictions.csv")
     theirs = [p for p in told if p["part"] == "C1" and p["selected"] == "True"]
     assert len(theirs) > 15
     for p in theirs:
@@ -110,7 +105,7 @@ def test_the_document_names_files_that_agree_with_each_other(trained, predicted)
     assert [row["slide"] for row in predicted["slides"]] == [path.stem for path in slides]
     for row in predicted["slides"]:
         assert set(row) == {"slide", "patches", "excluded", "score", "heatmap", "geojson", "csv", "json"}
-        lines = rows_of(study.root / row["csv"])
+        lines = csv_rows(study.root / row["csv"])
         p = np.sort([float(line["p_tumor"]) for line in lines])[::-1]
         wanted = {"max": p[0], "top_k_mean": p[:20].mean(), "fraction": (p >= 0.5).mean()}
         assert row["patches"] == len(p) and row["score"] == pytest.approx(wanted, abs=1e-5)
@@ -127,7 +122,7 @@ def test_one_table_has_a_row_for_every_slide_of_a_folder_over_several_calls(trai
     study, run, slides = trained
     for path in slides[:2]:
         document = predict(study, run, site="C1", slides=[path], out=tmp_path)
-    rows = rows_of(tmp_path / "slides.csv")
+    rows = csv_rows(tmp_path / "slides.csv")
     assert Path(document["table"]) == tmp_path / "slides.csv"
     assert [row["slide"] for row in rows] == sorted(path.stem for path in slides[:2])
     told = {row["slide"]: row for row in rows}[document["slides"][0]["slide"]]
@@ -315,6 +310,6 @@ def test_a_table_of_patches_has_all_digits_of_the_probabilities(tmp_path):
     """Six decimals would round the probabilities of a confident model to one."""
     said = {"p_tumor": np.array([1e-9, 2e-9, 1 - 1e-9, 1.0, 1 / 3]), "burden": np.arange(5) / 7 * 1e9}
     write_patch_table(tmp_path / "patches.csv", np.zeros((5, 2), np.int64), 512.0, said)
-    rows = list(csv.DictReader((tmp_path / "patches.csv").open()))
+    rows = csv_rows(tmp_path / "patches.csv")
     for name, values in said.items():
         assert [float(row[name]) for row in rows] == values.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from wsi_fl.cli.options import ExtraCommand, Json, announce_start, print_documen
 from wsi_fl.plugins import PluginTable
 
 
-class CommandGroup(TyperGroup):
+class _CommandGroup(TyperGroup):
     """The commands below, and those of the entry points `wsi_fl.commands`: a function, a `typer.Typer` with several, or
     an `ExtraCommand`, which says its group in the help.
 
@@ -24,10 +25,12 @@ class CommandGroup(TyperGroup):
 
     def list_groups(self) -> dict[str, list[str]]:
         """Return the names of all commands by the groups of the help, the hidden ones included."""
-        groups = {title: [*names, *MORE.get(title, ())] for title, names in GROUPS.items()}
+        groups = {title: [*commands] for title, commands in _GROUPS.items()}
         for name in self._load_table():
             if name not in self.commands:
-                groups.setdefault(self._load_extra(name).group, []).append(name)
+                extra = self._load_extra(name)
+                names = groups.setdefault(extra.group, [])
+                names.insert(0 if extra.is_first else len(names), name)
         return groups
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -62,18 +65,8 @@ class CommandGroup(TyperGroup):
         return command if isinstance(command, ExtraCommand) else ExtraCommand(command)
 
 
-GROUPS = {
-    "Start": ("doctor", "init", "config"),
-    "Prepare": ("tile", "features", "import"),
-    "Train": ("train", "privacy"),
-    "Results": ("evaluate", "predict", "report", "export"),
-}
-"""The core's commands that --help shows, by group; docs/reference/commands.md has the same groups."""
-MORE = {"Prepare": ("mosaic", "check", "encoders", "partition", "pack")}
-"""Those that work and are not shown, as docs/reference/commands.md lists them in its groups."""
-
 app = typer.Typer(
-    cls=CommandGroup,
+    cls=_CommandGroup,
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -100,7 +93,7 @@ def _print_help(
         print(context.get_help())
 
 
-def check_machine(as_json: Json = False) -> None:
+def _check_machine(as_json: Json = False) -> None:
     """Check Python, OpenSlide, MPI, GPUs and disk; show how to fix problems."""
     from wsi_fl.stages.doctor import check_installation, render_doctor_lines
 
@@ -110,7 +103,7 @@ def check_machine(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def show_config(
+def _show_config(
     key: Annotated[
         str, Argument(metavar="[KEY]", help="A key, a section, or site for site files. Default: all keys.")
     ] = "",
@@ -122,32 +115,35 @@ def show_config(
     print_document({"keys": find_keys(key)}, as_json, render_key_lines)
 
 
-_QUICK_COMMANDS = (prepare.create_study, training.plan_privacy, show_config)
+_QUICK_COMMANDS = (prepare.create_study, training.plan_privacy, _show_config)
 """Commands that start at once; all others take longer than a second to import."""
 
-_COMMANDS: dict[str, Any] = {
-    "doctor": check_machine,
-    "init": prepare.create_study,
-    "config": show_config,
-    "tile": prepare.tile_sites,
-    "features": prepare.encode_features,
-    "import": prepare.import_features,
-    "mosaic": prepare.encode_mosaics,
-    "check": prepare.verify_stores,
-    "encoders": prepare.show_encoders,
-    "partition": prepare.divide_images,
-    "pack": prepare.pack_file,
-    "export": training.export_files,
-    "train": training.train,
-    "privacy": training.plan_privacy,
-    "evaluate": training.evaluate,
-    "predict": training.predict,
-    "report": training.write_report,
+_GROUPS: Mapping[str, Mapping[str, Callable[..., None]]] = {
+    "Start": {"doctor": _check_machine, "init": prepare.create_study, "config": _show_config},
+    "Prepare": {
+        "tile": prepare.tile_sites,
+        "features": prepare.encode_features,
+        "import": prepare.import_features,
+        "mosaic": prepare.encode_mosaics,
+        "check": prepare.verify_stores,
+        "encoders": prepare.show_encoders,
+        "partition": prepare.divide_images,
+        "pack": prepare.pack_file,
+    },
+    "Train": {"train": training.train, "privacy": training.plan_privacy},
+    "Results": {
+        "evaluate": training.evaluate,
+        "predict": training.predict,
+        "report": training.write_report,
+        "export": training.export_files,
+    },
 }
-_VISIBLE_COMMANDS = {name for names in GROUPS.values() for name in names}
+"""The core's commands by group; docs/reference/commands.md has the same groups."""
+_HIDDEN_COMMANDS = {"mosaic", "check", "encoders", "partition", "pack"}
+"""Commands that work and that --help does not show."""
 
-for name, command in _COMMANDS.items():
+for name, command in ((name, command) for commands in _GROUPS.values() for name, command in commands.items()):
     described = training.MethodHelpCommand if name == "train" else None
     starts = command if command in _QUICK_COMMANDS else announce_start(command, name)
-    app.command(name, cls=described, hidden=name not in _VISIBLE_COMMANDS)(starts)
+    app.command(name, cls=described, hidden=name in _HIDDEN_COMMANDS)(starts)
 app.command("rank", hidden=True)(training.start_rank)

@@ -55,11 +55,13 @@ class ExtraCommand:
         run: the command, or a `typer.Typer` with several.
         group: its heading in `wsi-fl --help`.
         is_hidden: whether it works and is not shown there.
+        is_first: whether it precedes the other commands of its group.
     """
 
     run: Typer | Callable[..., None]
     group: str = "Other packages"
     is_hidden: bool = False
+    is_first: bool = False
 
 
 def find_study() -> Study:

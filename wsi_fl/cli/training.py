@@ -108,7 +108,7 @@ def train(
         _try_plan(study, plan, site, overrides or [], keep, as_json)
         return
     overrides = [*(overrides or []), *([] if folds is None else [f"train.folds={folds}"])]
-    options: dict[str, Any] = {"pipeline_name": pipeline, "overrides": overrides, "backend": backend}
+    options: Any = {"pipeline_name": pipeline, "overrides": overrides, "backend": backend}
     if dry_run:
         _show_cost(study, as_json, method=method, is_fold=folds is not None, **options)
     elif load_baselines is not None:

@@ -21,4 +21,4 @@ def start_demo(
     print_document(run_demo(out), as_json, render_demo_lines)
 
 
-DEMO = ExtraCommand(start_demo, "Start")
+DEMO = ExtraCommand(start_demo, "Start", is_first=True)

@@ -6,7 +6,6 @@ import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from wsi_fl.demo.simulated_slides import plan_slides, simulate_archive, simulate
 from wsi_fl.evidence.compare import compare_methods, render_comparison_lines
 from wsi_fl.models.weights import random_weights
 from wsi_fl.oneshot.build_projection import build_projection, render_projection_lines
+from wsi_fl.report.formatting import Json
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 from wsi_fl.stages.evaluation.write_report import write_report
@@ -40,7 +40,7 @@ _PUBLIC_SEED, _N_DIMENSIONS, _PUBLIC_MPP = 99, 16, 0.5
 """Hospitals have 9 to 15 patients each: too few for 32 dimensions."""
 
 
-def run_demo(folder: Path) -> dict[str, Any]:
+def run_demo(folder: Path) -> Json:
     """Simulate slides, tile, encode, train local and federated models, compare and report, into `folder`.
 
     An interrupted demo is resumed: simulated slides and finished shards are kept.
@@ -98,7 +98,7 @@ _STEPS = {
 }
 
 
-def _train_and_evaluate(study: Study, step: _DemoStep) -> dict[str, Any]:
+def _train_and_evaluate(study: Study, step: _DemoStep) -> Json:
     print_message(step.heading, style="bold")
     with ProgressBars("train") as bars:
         summary = train(
@@ -177,5 +177,5 @@ def _prepare_study(folder: Path) -> Study:
     return Study(root)
 
 
-def render_demo_lines(document: dict[str, Any]) -> Lines:
+def render_demo_lines(document: Json) -> Lines:
     yield document["report"]

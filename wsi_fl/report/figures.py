@@ -284,14 +284,14 @@ def render_svg(figure: Figure, title: str) -> str:
     return re.sub(r">\s+<", "><", svg).strip()
 
 
-def _marker_style(points: Points) -> dict[str, Any]:
+def _marker_style(points: Points) -> Any:
     return {"marker": "o", "ms": 3.5} if len(points) < 4 else {}
 
 
 def _draw_dashed_line(axes: Axes, y: float, words: str, color: str = MUTED) -> None:
     axes.axhline(y, color=color, lw=1.1, ls=(0, (4, 3)))
     corner = (0.01, y)  # free of curves that rise
-    text_options: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    text_options: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     axes.annotate(words, corner, (0, 3), ha="left", va="bottom", fontsize=8.5, color=color, **text_options)
 
 

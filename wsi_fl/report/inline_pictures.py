@@ -65,7 +65,7 @@ def _decode_picture(data: bytes, slide: str, site: str) -> Image.Image:
 
 
 def _encode_within(image: Image.Image, n_bytes: int) -> bytes:
-    """Return the largest JPEG of at most ``count_bytes``; the smallest side is always accepted."""
+    """Return the largest JPEG of at most ``n_bytes``; the smallest side is always accepted."""
     encoded = b""
     for side in _SIDES_PX:
         if encoded and side >= max(image.size):

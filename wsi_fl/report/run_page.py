@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.data.cross_site_counts import sum_confusions
 from wsi_fl.data.metrics import mean_and_sd
 from wsi_fl.data.survival import compute_risk, kaplan_meier, logrank_test
 from wsi_fl.report import cross_site_section, figures, formatting, inline_pictures, run_sections
@@ -35,6 +36,7 @@ def render_run_page(page: Page, run_context: Any = None) -> str:
     evaluated = list(evaluation.get("sites", ()))
     rows = [*page.summary.get("sites", ()), *evaluated, *({"site": name} for name in page.metrics), *page.stores]
     names = list(dict.fromkeys(row["site"] for row in rows))  # in the order of the run
+    counted = [row for row in evaluated if row.get("confusion")]
     many, slots = len(names) > N_COLORS, figures.assign_color_slots(names)
     colors = {name: TOKENS[f"s{slot}"] for name, slot in slots.items()}
     runs = run_sections.list_runs(page)
@@ -59,7 +61,7 @@ def render_run_page(page: Page, run_context: Any = None) -> str:
         "spent": run_sections.plot_epsilon(page, colors),
         "patient_charts": _prediction_charts(page),
         "reliability": run_sections.plot_reliabilities(evaluated, colors),
-        "pooled": run_sections.sum_confusions(evaluated),
+        "pooled": sum_confusions(counted) if counted else None,
         "heats": run_sections.build_heatmaps(evaluated, page.scores[0]),
         "between": cross_site_section.build_cross_site_section(page.between),
         "data": _summarize_data(page),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.data.cross_site_counts import CrossSiteScores
+from wsi_fl.data.metrics import mean_of_available
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.report import figures, formatting
 from wsi_fl.report.figures import Chart, Points
@@ -221,16 +223,14 @@ def _run_label(row: Json, rows: Sequence[Json]) -> str:
 
 def _metric_series(page: Page, *keys: str) -> dict[str, Points]:
     """Return (round, value) by site of an entry of the metrics, without rounds that lack it."""
+
+    def read(line: Any) -> Any:
+        return reduce(lambda part, key: (part or {}).get(key), keys, line)
+
     series: dict[str, Points] = {}
     for site, lines in page.metrics.items():
-        points = []
-        for line in lines:
-            value: Any = line
-            for key in keys:
-                value = value.get(key) if isinstance(value, Mapping) else None
-            if is_number(value):
-                points.append((line["round"], value))
-        if points:
+        values = [(line["round"], read(line)) for line in lines]
+        if points := [(number, value) for number, value in values if is_number(value)]:
             series[site] = points
     return series
 
@@ -305,12 +305,6 @@ def plot_reliabilities(evaluated: Sequence[Json], colors: Mapping[str, str]) -> 
     ]
 
 
-def sum_confusions(evaluated: Sequence[Json]) -> list[list[int]] | None:
-    """Return the sum of the confusion matrices of all sites' models."""
-    confusions = [np.asarray(s["confusion"]) for s in evaluated if s.get("confusion")]
-    return np.sum(confusions, axis=0).tolist() if confusions else None
-
-
 def build_heatmaps(evaluated: Sequence[Json], score: str) -> list[dict[str, object]]:
     """Return cross-site heatmaps, models × test parts, of the main score, and of AUROC where known."""
     parts = {s["site"]: s["parts"] for s in evaluated if s.get("parts")}
@@ -321,22 +315,17 @@ def build_heatmaps(evaluated: Sequence[Json], score: str) -> list[dict[str, obje
         values = [v for row in grid for v in row if is_number(v)]
         if len(names) > 1 and values:
             low, high = min(values), max(values)
-            mean_elsewhere = [_average_known(v for j, v in enumerate(row) if j != i) for i, row in enumerate(grid)]
-            mean_reached = [_average_known(row[j] for i, row in enumerate(grid) if i != j) for j in range(len(names))]
+            mean_elsewhere = [mean_of_available(v for j, v in enumerate(row) if j != i) for i, row in enumerate(grid)]
+            reached = [mean_of_available(row[j] for i, row in enumerate(grid) if i != j) for j in range(len(names))]
             title = f"{formatting.SCORES[metric]} of models on test parts"
             heatmaps.append({
                 "metric": formatting.SCORES[metric], "names": names, "grid": grid, "low": low, "high": high,
-                "elsewhere": mean_elsewhere, "reached": mean_reached,
+                "elsewhere": mean_elsewhere, "reached": reached,
                 "best": _unique_extreme(max, names, mean_elsewhere),
-                "hardest": _unique_extreme(min, names, mean_reached),
+                "hardest": _unique_extreme(min, names, reached),
                 "chart": figures.plot_matrix(grid, (low, high), title) if len(names) > _MAX_TABLE_SITES else None,
             })  # fmt: skip
     return heatmaps
-
-
-def _average_known(values: Iterable[Any]) -> float | None:
-    numbers = [v for v in values if is_number(v)]
-    return sum(numbers) / len(numbers) if numbers else None
 
 
 def _unique_extreme(

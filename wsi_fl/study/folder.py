@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +20,9 @@ from wsi_fl.study.toml import toml_or_repr, toml_value, validate_model
 from wsi_fl.system.file_names import drop_companions
 from wsi_fl.system.files import require_regular_file
 from wsi_fl.types import UsageError, find_control_character, natural_key
+
+_Table = dict[str, Any]
+"""A table of TOML, whose values are not validated yet."""
 
 
 def find_shipped_folder(kind: Literal["pipelines", "sites"]) -> Path:
@@ -150,13 +153,10 @@ class Study:
     def load_site(self, name: str) -> SiteFile:
         """Return a site file, with the settings snapshot of the run if the study has one."""
         snapshot = self.load_site_snapshot(name)
-        if snapshot is None:
-            return self._load_current_site(name)
-        return (
-            merge_site_snapshot(snapshot, self._load_current_site(name))
-            if self._is_there(self.site_path(name))
-            else snapshot
-        )
+        if snapshot is not None and not self._is_there(self.site_path(name)):
+            return snapshot
+        current = self._load_current_site(name)
+        return current if snapshot is None else merge_site_snapshot(snapshot, current)
 
     def load_site_snapshot(self, name: str) -> SiteFile | None:
         """Return the run's snapshot of a site file; None without one."""
@@ -186,7 +186,7 @@ class Study:
     def _load_current_site(self, name: str) -> SiteFile:
         """Return the current file of a site; UsageError unless its `name` is the file's name."""
         path = self.site_path(name)
-        if not self._is_there(self.site_path(name)):
+        if not self._is_there(path):
             names = self.site_names()
             close = difflib.get_close_matches(name, names, 1)
             raise UsageError(
@@ -254,7 +254,7 @@ class Study:
         names = sorted({p.stem for folder in folders for p in drop_companions(folder.glob("*.toml"))})
         raise UsageError(f"unknown pipeline {name!r}; known: {', '.join(names)}")
 
-    def _resolve_extends(self, path: Path, visited: tuple[Path, ...]) -> dict[str, Any]:
+    def _resolve_extends(self, path: Path, visited: tuple[Path, ...]) -> _Table:
         if path in visited:
             raise UsageError(f"{self._file_label(path)}: extends itself")
         values = _read_toml(path)
@@ -292,11 +292,11 @@ class _SiteText(NamedTuple):
     digest: str
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path) -> _Table:
     return _parse_toml(require_regular_file(path).read_bytes(), path)
 
 
-def _parse_toml(content: bytes, path: Path) -> dict[str, Any]:
+def _parse_toml(content: bytes, path: Path) -> _Table:
     try:
         return tomllib.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -309,17 +309,15 @@ def _parse_toml(content: bytes, path: Path) -> dict[str, Any]:
         raise UsageError(f"{path.parent.name}/{path.name}: nested too deeply; write it flatter") from None
 
 
-def _merge_tables(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_tables(base: _Table, top: _Table) -> _Table:
     result = dict(base)
     for key, value in top.items():
-        base_value = result.get(key)
-        result[key] = (
-            _merge_tables(base_value, value) if isinstance(base_value, dict) and isinstance(value, dict) else value
-        )
+        both_tables = isinstance(result.get(key), dict) and isinstance(value, dict)
+        result[key] = _merge_tables(result[key], value) if both_tables else value
     return result
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def _apply_override(values: _Table, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise UsageError(f"--set {override!r}: write it as section.key=value, for example train.rounds=5")

@@ -6,6 +6,7 @@ docs/reference/configuration.md and in `wsi-fl config`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import date
 from functools import cache
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -240,7 +241,7 @@ class _TopologySettings(Section):
     two are averaged."""
 
 
-class GpuSettings(Section):
+class _GpuSettings(Section):
     """How GPUs compute."""
 
     without_effect = ("",)
@@ -262,7 +263,7 @@ class _CommunicationSettings(Section):
     """Time, in seconds, without a sign of life after which a site has timed out."""
 
 
-class PrivacySettings(Section):
+class _PrivacySettings(Section):
     """Differential privacy of what leaves a site."""
 
     without_effect = ("enabled", "insecure_seed")
@@ -371,10 +372,10 @@ class Pipeline(Section):
     train: TrainSettings = TrainSettings()
     target: TargetSettings = TargetSettings()
     model: _ModelSettings = _ModelSettings()
-    gpu: GpuSettings = GpuSettings()
+    gpu: _GpuSettings = _GpuSettings()
     topology: _TopologySettings = _TopologySettings()
     comm: _CommunicationSettings = _CommunicationSettings()
-    privacy: PrivacySettings = PrivacySettings()
+    privacy: _PrivacySettings = _PrivacySettings()
     audit: AuditSettings = AuditSettings()
     evaluate: _EvaluateSettings = _EvaluateSettings()
     predict: _PredictSettings = _PredictSettings()
@@ -406,7 +407,7 @@ class Pipeline(Section):
             overrides = {"weights": None, "input_px": None} | overrides
         return self.mosaic.model_copy(update=overrides)
 
-    def replace_keys(self, **sections: dict[str, Any]) -> Self:
+    def replace_keys(self, **sections: Mapping[str, object]) -> Self:
         """Return the pipeline with other values of some keys, without validation."""
         changed_sections = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
         return self.model_copy(update=changed_sections)

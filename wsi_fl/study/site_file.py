@@ -94,11 +94,7 @@ def merge_site_snapshot(snapshot: SiteFile, current: SiteFile) -> SiteFile:
     return current.model_copy(
         update={
             "real": snapshot.real or current.real,
-            "allow": [
-                permission
-                for permission in get_args(_Allowed)
-                if snapshot.allows(permission) and current.allows(permission)
-            ],
+            "allow": [name for name in get_args(_Allowed) if snapshot.allows(name) and current.allows(name)],
             "max_epsilon": min(limits, default=None),
             "delta": snapshot.delta,
             "private_model": snapshot.private_model,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from wsi_fl.data.prediction_table import PredictionTable, measure_predictions, s
 from wsi_fl.data.tasks import Task, score_predictions
 from wsi_fl.learning.ensemble import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
 from wsi_fl.learning.local_training import predict_examples, predict_with_models, replace_nonfinite
+from wsi_fl.report.formatting import Json
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.cross_site import load_cross_site_scores
 from wsi_fl.stages.evaluation.external_set import AggregatedScores, ExternalScores, evaluate_external, score_rules
 from wsi_fl.stages.evaluation.load_models import (
     TrainedModels,
@@ -60,9 +60,9 @@ class Evaluation(TypedDict):
     aggregated: AggregatedScores | None
     external_set: ExternalScores | None
     parts: dict[str, _Spreads] | None
-    sites: list[dict[str, Any]]
-    inference_sites: dict[str, Any] | None
-    global_head: list[dict[str, Any]] | None
+    sites: list[Json]
+    inference_sites: Json | None
+    global_head: list[Json] | None
     cross_site: CrossSiteScores | None
     bootstrap: dict[str, object]
 
@@ -129,19 +129,17 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
         "sites": rows,
         "inference_sites": receivers,
         "global_head": released,
-        "cross_site": load_cross_site_scores(context),
+        "cross_site": context.load_cross_site_scores(),
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
 
 
-def _summarize_sites(parts: Sequence[Mapping[str, Any]], task: Task) -> _Spreads:
+def _summarize_sites(parts: Sequence[Json], task: Task) -> _Spreads:
     """Return mean ± sd of every score; null where a site lacks it."""
     return {name: mean_and_sd([part[name] for part in parts]) for name in task.scores}
 
 
-def _summarize_models(
-    rows: Sequence[Mapping[str, Any]], task: Task, *, merged: bool
-) -> dict[str, dict[str, _Spreads | None]]:
+def _summarize_models(rows: Sequence[Json], task: Task, *, merged: bool) -> dict[str, dict[str, _Spreads | None]]:
     """Return mean ± sd of every score by available prediction model."""
     summaries: dict[str, dict[str, _Spreads | None]] = {}
     for choice in (*MODEL_CHOICES, LOCAL, ENSEMBLE):
@@ -153,9 +151,7 @@ def _summarize_models(
     return summaries
 
 
-def _evaluate_site(
-    context: RunContext, site: SiteFile, parts: Mapping[str, Cohort]
-) -> tuple[dict[str, Any], PredictionTable]:
+def _evaluate_site(context: RunContext, site: SiteFile, parts: Mapping[str, Cohort]) -> tuple[Json, PredictionTable]:
     """Return a site's scores and predictions on the given test parts."""
     folder, spec = context.run.site_folder(site.name), context.open_data(site.name).store.meta.spec
     models, table = _predict_site(context, site, parts)
@@ -184,9 +180,9 @@ def _evaluate_site(
     return row, table
 
 
-def _score_released_heads(context: RunContext, parts: Mapping[str, Cohort]) -> list[dict[str, Any]]:
+def _score_released_heads(context: RunContext, parts: Mapping[str, Cohort]) -> list[Json]:
     """Return the scores on each test part of the model that follows from released numbers alone."""
-    rows = []
+    rows: list[Json] = []
     for name, part in parts.items():
         if len(part) and name not in context.sites_lost:
             models = _load_models(context, context.find_site(name))
@@ -196,11 +192,8 @@ def _score_released_heads(context: RunContext, parts: Mapping[str, Cohort]) -> l
     return rows
 
 
-def _evaluate_receivers(context: RunContext, released: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Write the predictions of sites without labels, and return their summary.
-
-    Their expected scores are those of the same head on the members' test parts.
-    """
+def _evaluate_receivers(context: RunContext, released: Sequence[Json]) -> Json:
+    """Write the predictions of sites without labels; return a summary with the head's scores on test parts."""
     rows = []
     for name in filter(context.has_store, context.receivers):
         part = context.open_data(name).test_examples
@@ -226,10 +219,7 @@ NOISE_REDRAWS = 32
 def _noise_effect(
     context: RunContext, models: TrainedModels, parts: Mapping[str, Cohort], table: PredictionTable
 ) -> tuple[dict[str, float], dict[str, float]] | None:
-    """Return the standard deviations of every score over redraws of the noise, on all parts and the local one.
-
-    None where the prediction model contains no payload whose noise can be redrawn: that in training cannot.
-    """
+    """Return the standard deviations of scores over redraws of the noise, on all and local rows; None without such."""
     if "shared" not in roles_of_choice(models.ensemble, models.stack, models.models) or not len(table):
         return None
     rng, payload, model = np.random.default_rng(0), context.method.payload, models.models["shared"]
@@ -249,7 +239,7 @@ def _noise_effect(
     )
 
 
-def _score_deviations(scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _score_deviations(scores: Sequence[Json]) -> dict[str, float]:
     """Return the standard deviation of every score without missing values."""
     names = [name for name in scores[0] if all(row[name] is not None for row in scores)]
     return {name: float(np.std([row[name] for row in scores], ddof=1)) for name in names if name != "n"}
@@ -265,11 +255,7 @@ def _load_models(context: RunContext, site: SiteFile) -> TrainedModels:
 def _predict_site(
     context: RunContext, site: SiteFile, parts: Mapping[str, Cohort], *, has_truth: bool = True
 ) -> tuple[TrainedModels, PredictionTable]:
-    """Return a site's models, and their predictions and those of ensembles on every part, which are also written.
-
-    Args:
-        has_truth: whether the true values of the examples are known.
-    """
+    """Return a site's models, and their predictions and those of ensembles on every part, which are also written."""
     data, folder = context.open_data(site.name), context.run.site_folder(site.name)
     folder.record_store(data.digest(), data.describe_store())
     models = _load_models(context, site)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from wsi_fl.data.cross_site_counts import CrossSiteScores
 from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.report.formatting import (
     SCORES,
     SHORT_SCORES,
+    Json,
     describe_part_classes,
     describe_receivers,
+    format_auroc,
     format_number,
     format_spread,
     is_number,
     score_in_sentence,
 )
-from wsi_fl.stages.evaluation.cross_site import render_cross_site_lines
 from wsi_fl.stages.evaluation.evaluate import NOISE_REDRAWS, Evaluation
-from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
+from wsi_fl.stages.runtime.console import MAX_SITE_COLUMNS, Lines, TextLine, TextTable
 
 
 def render_evaluation_lines(document: Evaluation) -> Lines:
@@ -69,7 +68,7 @@ def _render_table(document: Evaluation) -> TextTable:
     first = scores[0]
     headings = ["site", "n", *(SHORT_SCORES.get(name, SCORES[name].lower()) for name in scores)]
 
-    def format_cells(name: str, values: Mapping[str, Any]) -> list[str]:
+    def format_cells(name: str, values: Json) -> list[str]:
         return [name, str(values["n"]), *(format_number(values[score]) for score in scores)]
 
     if document["shared"]:
@@ -94,3 +93,17 @@ def _render_table(document: Evaluation) -> TextTable:
     model_words = "models" if several else "private models"
     headings += ["own test set", "other sites", *["model"] * several]
     return TextTable(f"{model_words} on the {test_set} ({examples})", headings, rows)
+
+
+def render_cross_site_lines(cross_site: CrossSiteScores) -> Lines:
+    """Yield a table of each model's accuracy on each hospital's test part, and of its scores on all parts."""
+    hospitals = cross_site["hospitals"]
+    hospitals = hospitals if len(hospitals) <= MAX_SITE_COLUMNS else []  # the report has room for them
+    headings = ["model", *hospitals, "all", "macro-acc.", "AUROC", "n"]
+    rows: list[list[str] | None] = []
+    for name, model in cross_site["models"].items():
+        merged = model["merged"]
+        parts = [*(model["hospitals"][hospital] for hospital in hospitals), merged]
+        areas = [format_number(merged["macro_accuracy"]), format_auroc(merged), str(merged["n"])]
+        rows.append([name, *(format_number(part["accuracy"]) for part in parts), *areas])
+    yield TextTable("cross-site accuracy of released models", headings, rows)

@@ -37,14 +37,8 @@ _CARD_FILES = ("MODEL_CARD.md", "model_card.json")
 
 
 @dataclass(frozen=True)
-class ExportRequest:
-    """A model to export.
-
-    Attributes:
-        model_name: public name: "private", "proxy" or "shared".
-        role: name in the run.
-        facts: the run's record of the training store.
-    """
+class _ExportRequest:
+    """A model to export: its public name, its role in the run, and the run's record of its training store (`facts`)."""
 
     context: RunContext
     site: SiteFile
@@ -165,7 +159,7 @@ def render_model_export(document: Json) -> Lines:
     yield TextLine("  read MODEL_CARD.md and write a licence into it before you share this")
 
 
-def find_model(context: RunContext, model_name: str, site_name: str | None) -> ExportRequest:
+def find_model(context: RunContext, model_name: str, site_name: str | None) -> _ExportRequest:
     """Return the model of this name, of a site or of the first site with it here.
 
     Raises:
@@ -185,12 +179,12 @@ def find_model(context: RunContext, model_name: str, site_name: str | None) -> E
             f"{run.name}: no {model_name} model of {site_name or 'any site'} here; "
             f"found: {', '.join(sites_with_model) or 'none'}"
         )
-    return ExportRequest(
+    return _ExportRequest(
         context, context.find_site(candidates[0]), model_name, role, run.site_folder(candidates[0]).store_facts()
     )
 
 
-def _require_allowed(request: ExportRequest, *, private: bool) -> None:
+def _require_allowed(request: _ExportRequest, *, private: bool) -> None:
     """Refuse a model that the site does not allow to leave, and a private model without `--private`."""
     site = request.site
     if request.model_name == "private":
@@ -210,7 +204,7 @@ def _require_allowed(request: ExportRequest, *, private: bool) -> None:
         )
 
 
-def _write_onnx(request: ExportRequest, network: nn.Module, folder: Path) -> ExportResult:
+def _write_onnx(request: _ExportRequest, network: nn.Module, folder: Path) -> ExportResult:
     """Write one file; of a head on features without the encoder."""
     shape, encoder = request.shape, request.facts.get("encoder") or "its encoder"
     if isinstance(shape, Images):
@@ -236,9 +230,8 @@ def _add_resizing(network: nn.Module, shape: Images, size_px: int) -> tuple[nn.M
     return (DownsamplingModel(network, shape.size_px).eval(), Images(shape.channels, size_px), shape_text + resize_note)
 
 
-def _write_wsinfer(request: ExportRequest, network: nn.Module, folder: Path) -> ExportResult:
-    """Write `torchscript_model.pt`, which includes the softmax, and `config.json` by wsinfer-zoo's
-    model-config.schema.json."""
+def _write_wsinfer(request: _ExportRequest, network: nn.Module, folder: Path) -> ExportResult:
+    """Write `torchscript_model.pt` with the softmax, and `config.json` by wsinfer-zoo's model-config.schema.json."""
     shape, spec = request.shape, request.spec
     if isinstance(shape, Bags):
         raise UsageError("--format wsinfer: WSInfer runs models of patches, not of bags; use onnx")
@@ -274,7 +267,7 @@ def _write_wsinfer(request: ExportRequest, network: nn.Module, folder: Path) -> 
 _FORMATS = {"wsinfer": _write_wsinfer, "onnx": _write_onnx}
 
 
-def _load_encoder(request: ExportRequest) -> Any:
+def _load_encoder(request: _ExportRequest) -> Any:
     """Return the encoder of a head's training features; UsageError if its weights are missing or changed."""
     context, encoder_label, cpu = request.context, request.facts["encoder"], torch.device("cpu")
     advice = "use --format onnx, which needs the head only"
@@ -294,7 +287,7 @@ def _load_encoder(request: ExportRequest) -> Any:
     return encoder
 
 
-def build_card(request: ExportRequest, result: ExportResult, folder: Path) -> Json:
+def build_card(request: _ExportRequest, result: ExportResult, folder: Path) -> Json:
     """Return the card of an exported model as a document."""
     context = request.context
     return {
@@ -322,12 +315,8 @@ def build_card(request: ExportRequest, result: ExportResult, folder: Path) -> Js
     }
 
 
-def _collect_scores(request: ExportRequest) -> dict[str, object]:
-    """Return the model's scores on test patients (`metrics`) and the benefit of federation over all sites (`benefit`).
-
-    Each is None where it is unknown or sites do not allow its release; `missing` is the reason. A one-shot global head
-    is exported without the site's private state, and its scores are the exported model's.
-    """
+def _collect_scores(request: _ExportRequest) -> dict[str, object]:
+    """Return `metrics` on test patients and `benefit` over all sites, None where unknown or not allowed (`missing`)."""
     context, evaluation = request.context, request.context.run.read("evaluation")
     as_released = request.model_name == "shared" and context.method.payload.is_single_release
     missing, parts, benefit = "the run was not evaluated", [], None
@@ -342,31 +331,23 @@ def _collect_scores(request: ExportRequest) -> dict[str, object]:
     return {"metrics": metrics, "benefit": benefit, "as_released": as_released, "missing": missing}
 
 
-def _score_released_parts(request: ExportRequest, evaluation: Json) -> list[Json]:
+def _score_released_parts(request: _ExportRequest, evaluation: Json) -> list[Json]:
     """Return the scores of a released head at each site that allows them."""
-    rows = [
-        row for row in evaluation.get("global_head") or () if request.context.find_site(row["site"]).allows("scores")
+    return [
+        {"on": f"the test part of {row['site']}", "intervals": None} | row
+        for row in evaluation.get("global_head") or ()
+        if request.context.find_site(row["site"]).allows("scores")
     ]
-    return [{"on": f"the test part of {row['site']}", "intervals": None} | row for row in rows]
 
 
-def _model_parts(request: ExportRequest, evaluation: Json, merged: bool) -> list[Json]:
-    """Return the scores of a site's model on its test part, and where `merged` on those of all sites.
-
-    There are none where the site does not allow them. Numbers of examples and intervals are known where this model
-    alone makes the site's predictions.
-    """
+def _model_parts(request: _ExportRequest, evaluation: Json, merged: bool) -> list[Json]:
+    """Return the scores of a site's model on its test part, and on all where `merged`, as far as the site allows."""
     row = next((row for row in evaluation["sites"] if row["site"] == request.site.name), None)
-    if (
-        row is None
-        or not request.site.allows("scores")
-        or row is None
-        or not (model := row["models"].get(request.role))
-    ):
+    if row is None or not request.site.allows("scores") or not (model := row["models"].get(request.role)):
         return []
     test_sets = [("the test parts of all sites", model, row)] * merged
     test_sets.append(("the test part of its site", model["own"], row["own"]))
-    is_selected = row["model"] == request.role
+    is_selected = row["model"] == request.role  # else intervals and some numbers of examples are unknown
     parts: list[Json] = []
     for on, scores, site_scores in test_sets:
         shared = {name: site_scores.get(name) if is_selected else None for name in ("n", "intervals")}
@@ -375,7 +356,7 @@ def _model_parts(request: ExportRequest, evaluation: Json, merged: bool) -> list
     return parts
 
 
-def _describe_privacy(request: ExportRequest) -> list[dict[str, object]]:
+def _describe_privacy(request: _ExportRequest) -> list[dict[str, object]]:
     """Return the privacy account of every site whose part of the run is here."""
     ledgers = {name: request.context.study.ledger_path(name) for name in request.accounts}
     return [
@@ -390,7 +371,7 @@ def _describe_privacy(request: ExportRequest) -> list[dict[str, object]]:
     ]
 
 
-def _find_audit_bound(request: ExportRequest, site: str) -> float | None:
+def _find_audit_bound(request: _ExportRequest, site: str) -> float | None:
     """Return the audit's lower bound on ε of this site's release, where the site allows scores."""
     document = request.context.run.read("audit") if request.context.find_site(site).allows("scores") else None
     if document is None:

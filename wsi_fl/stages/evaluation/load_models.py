@@ -126,11 +126,9 @@ def load_prediction_models(
 ) -> TrainedModels:
     """Load the models of a site's ensemble; with `all_roles`, all its models."""
     ensemble, stack = choose_ensemble(run, pipeline, site.name), _load_stack(run, site.name)
-    loaded_roles = (
-        _find_roles(run, site.name) if all_roles else roles_of_choice(ensemble, stack, _find_roles(run, site.name))
-    )
     models, travels = {}, find_method(run.manifest["method"], pipeline).mixing_role
-    for role in loaded_roles:
+    available = _find_roles(run, site.name)
+    for role in available if all_roles else roles_of_choice(ensemble, stack, available):
         name = find_architecture(site, pipeline, role, common=role == "private" == travels)
         # all initial weights are overwritten
         model = create_model(name, n_classes=len(classes), shape=shape, seed=0, start=find_start(pipeline))

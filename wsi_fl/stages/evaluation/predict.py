@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
+from wsi_fl.report.formatting import Json
 from wsi_fl.slides.patching.grid import patch_side_l0
 from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.drawing import Color, distinct_colors
@@ -24,7 +26,7 @@ from wsi_fl.stages.evaluation.slide_predictor import Predictor, SlideImage, Slid
 from wsi_fl.stages.runtime.console import Lines, NestedProgress, TextLine, TextTable, Watcher, describe_failure
 from wsi_fl.stages.runtime.rank_job import RankJob, take_threads
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import read_object, write_bytes, write_csv, write_json
+from wsi_fl.system.files import atomic_path, read_object, write_bytes, write_csv, write_json
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
 
 _OTHER_COLOR, _ATTENTION_COLOR = (150, 150, 150), (200, 0, 0)
@@ -51,7 +53,7 @@ def predict(
     mpp: float | None = None,
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Predict slides one by one; return the `--json` document, with failures in `failed`.
 
     Under mpiexec or srun the ranks share the slides, and all but the first return {}.
@@ -76,7 +78,7 @@ def predict(
         for path, name in zip(slides, names, strict=True)
     ]
 
-    def predict_share(local_records: list[SlideRecord]) -> Iterator[dict[str, Any]]:
+    def predict_share(local_records: list[SlideRecord]) -> Iterator[Json]:
         for k, record in enumerate(local_records):
             yield _predict_or_report(predictor, record, folder, NestedProgress(progress, k, len(local_records)))
 
@@ -95,7 +97,7 @@ def predict(
     }
 
 
-def _predict_or_report(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
+def _predict_or_report(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> Json:
     """Predict a slide; return its row, or the reason of the failure."""
     try:
         return {"row": _predict_slide(predictor, record, folder / record.slide, watcher)}
@@ -107,7 +109,7 @@ def _predict_or_report(predictor: Predictor, record: SlideRecord, folder: Path, 
     return {"failed": {"slide": record.slide, "reason": reason}}
 
 
-def _predict_slide(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
+def _predict_slide(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> Json:
     """Write all files of one slide and return its row; without a slide or coordinates there is no heatmap."""
     watcher.update(record.site, 0, 1, record.slide)
     study, patches = predictor.study, predictor.load_patches(record, watcher)
@@ -223,19 +225,13 @@ def write_patch_table(
         columns: heading → float64[m].
     """
     side = "" if size_l0 is None else f"{size_l0:.3f}".rstrip("0").rstrip(".")
-    values = np.stack(list(columns.values()), axis=1).tolist()
-    patches = zip(xy_l0.tolist(), values, strict=True)
-    # all digits, for thresholds between them
-    rows = ([x, y, side, *map(repr, row_values)] for (x, y), row_values in patches)
-    write_csv(path, chain([["x_l0", "y_l0", "size_l0", *columns]], rows))
+    table = pd.DataFrame({"x_l0": xy_l0[:, 0], "y_l0": xy_l0[:, 1], "size_l0": side, **columns})
+    with atomic_path(path) as temporary:
+        table.to_csv(temporary, index=False, lineterminator="\n")  # with all digits, for thresholds between them
 
 
 def _write_slide_table(folder: Path) -> Path | None:
-    """Write slides.csv: a row for every slide of a folder, from its score.json.
-
-    Returns:
-        The path of the table, None without slides.
-    """
+    """Write slides.csv, a row for every slide of a folder from its score.json; return its path, None without slides."""
     paths = sorted(folder.glob(f"*/{_SCORE}"))
     scores = [read_object(path, "predict the slide again") for path in paths]
     if not scores:
@@ -250,7 +246,7 @@ def _write_slide_table(folder: Path) -> Path | None:
     return folder / _ALL_SLIDES
 
 
-def _flatten_cells(score: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_cells(score: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in score.items():
         if isinstance(value, dict):
             yield from _flatten_cells(value, f"{prefix}{key}_")
@@ -258,7 +254,7 @@ def _flatten_cells(score: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
             yield prefix + key, value
 
 
-def render_prediction_lines(document: dict[str, Any]) -> Lines:
+def render_prediction_lines(document: Json) -> Lines:
     """Yield a row per slide, then the pictures' paths on stdout."""
     if document["slides"]:
         of_bags = "score" not in document["slides"][0]
@@ -271,7 +267,7 @@ def render_prediction_lines(document: dict[str, Any]) -> Lines:
         yield row["heatmap"] or row["csv"]
 
 
-def _format_cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _format_cells(row: Json) -> tuple[str, ...]:
     if scores := row.get("score"):
         return f"{scores['max']:.3f}", f"{scores['top_k_mean']:.3f}", _format_percent(scores["fraction"])
     if "value" in row:

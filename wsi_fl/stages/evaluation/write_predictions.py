@@ -6,6 +6,7 @@ prediction model (selected), the example's site (part), slide, patient and furth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,8 @@ from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.system.files import atomic_path, file_sha256, require_regular_file
 from wsi_fl.types import WsiFlError, single_line
 
-Key = tuple[str, ...]
-"""The key of a test example: its site, its patient, and further names."""
-ExampleScores = dict[Key, tuple[float, str]]
-"""Test example → its term in the compared mean, and its true class; "" in tasks without classes."""
+ExampleScores = dict[tuple[str, ...], tuple[float, str]]
+"""Key of a test example (site, patient, further names) → its term in the compared mean, and its true class or ""."""
 COLUMNS = {
     "classes": (("truth",), "p_{}"),
     "number": (("truth",), "pred_{}"),
@@ -146,11 +145,7 @@ def _parse_truth(cells: NDArray[np.str_], outputs: tuple[str, ...], task: Task) 
 
 
 def _find_problem(table: PredictionTable, n: int | None) -> str:
-    """Return the problem of a table, impossible numbers or a wrong number of examples; "" without any.
-
-    Args:
-        n: number of evaluated examples; None where unknown.
-    """
+    """Return the problem of a table, impossible numbers or not the n examples that were evaluated; "" without any."""
     values, kind = table.model_predictions, table.task.kind
     if not (np.isfinite(values).all() and (kind == "classes" or np.isfinite(table.truth).all())):
         return "holds numbers that are not finite"
@@ -171,24 +166,18 @@ def _table_error(folder: SiteFolder, problem: str) -> WsiFlError:
     return WsiFlError(f"{_table_path(folder)}: {problem}; run `wsi-fl evaluate {run}` again to rewrite it")
 
 
-def _load_evaluation_row(folder: SiteFolder) -> dict[str, Any]:
+def _load_evaluation_row(folder: SiteFolder) -> Mapping[str, Any]:
     """Return the row of a site in the run's evaluation; {} without one."""
-    run = RunFolder(folder.path.parent.parent)
-    return _load_evaluation_rows(run.path, _modification_time(run.path / "evaluation.json")).get(folder.path.name, {})
-
-
-def _modification_time(path: Path) -> int | None:
-    return path.stat().st_mtime_ns if path.exists() else None
+    path = folder.path.parent.parent / "evaluation.json"
+    rows = _load_evaluation_rows(path.parent, path.stat().st_mtime_ns) if path.exists() else {}
+    return rows.get(folder.path.name, {})
 
 
 @lru_cache(maxsize=4)
-def _load_evaluation_rows(run: Path, modified: int | None) -> dict[str, dict[str, Any]]:
+def _load_evaluation_rows(run: Path, _modified: int) -> Mapping[str, Mapping[str, Any]]:
     """Return the rows of a run's evaluation by site, cached until the file is modified."""
-    document = None if modified is None else RunFolder(run).read("evaluation")
-    if document is None:
-        return {}
-    field_names = ("n", "predictions")
-    return {row["site"]: {name: row.get(name) for name in field_names} for row in document["sites"]}
+    document = RunFolder(run).read("evaluation") or {"sites": []}
+    return {row["site"]: {name: row.get(name) for name in ("n", "predictions")} for row in document["sites"]}
 
 
 def read_example_scores(folder: SiteFolder, on: str, task: Task = CLASSES) -> ExampleScores | None:

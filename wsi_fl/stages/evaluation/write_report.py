@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from wsi_fl.report.run_page import render_run_page
 from wsi_fl.report.run_sections import Page
 from wsi_fl.report.sections import find_benefit_measure
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.cross_site import load_cross_site_scores
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.run_context import RunContext, find_method, restore_study
@@ -77,8 +75,8 @@ def _build_page(context: RunContext, *, pictures: bool) -> Page:
     site_data = {site.name: context.open_data(site.name) for site in (pictured or sites_with_store[:1])}
     with_pixels = {site.name: store for site in pictured if isinstance(store := site_data[site.name].store, PatchStore)}
     own_run = FinishedRun.load(run.path)
-    site_folders = [run.site_folder(path.parent.name) for path in sorted(run.path.glob("sites/*/ledger.json"))]
-    ledgers = {place.path.name: place.read_account() for place in site_folders}
+    accounts = [run.site_folder(path.parent.name) for path in sorted(run.path.glob("sites/*/ledger.json"))]
+    groups = {folder.path.name: folder.read_account().get("group") for folder in accounts}
     return Page(
         run=run.name,
         method=context.name,
@@ -91,8 +89,8 @@ def _build_page(context: RunContext, *, pictures: bool) -> Page:
         metrics={site.name: run.site_folder(site.name).read_metrics() for site in context.members},
         baselines=list(find_baselines(context, own_run)),
         stores=[_describe_store(data) for data in site_data.values()],
-        groups={site: account["group"] for site, account in ledgers.items() if account.get("group")},
-        between=load_cross_site_scores(context),
+        groups={site: group for site, group in groups.items() if group},
+        between=context.load_cross_site_scores(),
         examples=context.kind.plural,
         scores=context.task.scores,
         task=context.task.kind,
@@ -101,33 +99,36 @@ def _build_page(context: RunContext, *, pictures: bool) -> Page:
     )
 
 
-def _collect_pictures(context: RunContext, stores: dict[str, PatchStore], *, of_patients: bool) -> dict[str, Any]:
+def _collect_pictures(context: RunContext, stores: dict[str, PatchStore], *, of_patients: bool) -> Json:
     """Return the page's pictures and values of single patients, the omitted ones, and the sites of shown patients.
 
     Images of a denoiser that was trained on patients count as pictures of them.
     """
     study, simulated = context.study, {site.name for site in context.sites if not site.real}
+    pictures: dict[str, dict[str, object]] = {kind: {} for kind in ("patches", "overviews", "generated", "predictions")}
+    real: dict[str, list[str]] = {}
+
+    def add(kind: str, name: str, values: Iterable[object]) -> None:
+        if name not in simulated:
+            real.setdefault(kind, []).append(name)
+        if of_patients or name in simulated:
+            pictures[kind][name] = list(values)  # read only if they are shown
+
+    for name, store in stores.items():
+        add("patches", name, _sample_patches(store))
+        folder = study.store_path(name).parent / "overview"
+        paths = {slide: path for slide in store.slides if (path := folder / f"{slide}.png").exists()}
+        if paths:
+            add("overviews", name, ((slide, path.read_bytes()) for slide, path in paths.items()))
     keys: dict[str, str] = {}  # of each denoiser used by a site of this run
     for site in context.names:
         keys = (context.run.site_folder(site).read_document("package") or {"images": {}})["images"] | keys
-    generated = {name: path for name in sorted(keys) if (path := study.synthetic_path(keys[name])).exists()}
-    makers_by_kind: dict[str, dict[str, Callable[[], Any]]] = {
-        "patches": {name: partial(_sample_patches, store) for name, store in stores.items()},
-        "overviews": {},
-        "generated": {name: partial(_sample_generated, path) for name, path in generated.items()},
-        "predictions": {name: partial(tuple, values) for name, values in _collect_values(context).items()},
-    }
-    for name, store in stores.items():
-        folder = study.store_path(name).parent / "overview"
-        if overviews := {slide: path for slide in store.slides if (path := folder / f"{slide}.png").exists()}:
-            makers_by_kind["overviews"][name] = partial(_read_pictures, overviews)
-    real = {kind: [name for name in makers if name not in simulated] for kind, makers in makers_by_kind.items()}
-    hidden = {} if of_patients else {kind: names for kind, names in real.items() if names}
-    pictures = {
-        kind: {name: make() for name, make in makers.items() if name not in hidden.get(kind, ())}
-        for kind, makers in makers_by_kind.items()
-    }
-    return pictures | {"left_out": hidden, "patients_of": _unique_names(real) if of_patients else []}
+    for name in sorted(keys):
+        if (path := study.synthetic_path(keys[name])).exists():
+            add("generated", name, _sample_generated(path))
+    for name, values in _collect_values(context).items():
+        add("predictions", name, values)
+    return pictures | ({"patients_of": _unique_names(real)} if of_patients else {"left_out": real})
 
 
 def _unique_names(sites: Mapping[str, Sequence[str]]) -> list[str]:
@@ -135,19 +136,15 @@ def _unique_names(sites: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _collect_values(context: RunContext) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Return (truth, predictions) of each member on its local test part, for numbers and survival.
-
-    Each dot and step in their figures is a patient.
-    """
+    """Return (truth, predictions) of each member on its local test part, for numbers and survival."""
     if context.task.kind == "classes":
         return {}
-    tables = {site.name: read_predictions(context.run.site_folder(site.name), context.task) for site in context.members}
-    local_tables = {name: table.local_rows for name, table in tables.items() if table is not None}
-    return {
-        name: (table.truth.reshape(len(table), -1), table.model_predictions)
-        for name, table in local_tables.items()
-        if len(table)
-    }
+    values = {}
+    for site in context.members:
+        table = read_predictions(context.run.site_folder(site.name), context.task)
+        if table is not None and len(rows := table.local_rows):
+            values[site.name] = rows.truth.reshape(len(rows), -1), rows.model_predictions
+    return values
 
 
 def find_baselines(context: RunContext, reference: FinishedRun) -> Iterable[Json]:
@@ -234,21 +231,15 @@ def _describe_bags(data: SiteData) -> dict[str, object]:
     return {"n_features": store.n_features, "encoder": store.meta.encoder, "bag": bag}
 
 
-def _read_pictures(pictures: Mapping[str, Path]) -> list[tuple[str, bytes]]:
-    return [(slide, path.read_bytes()) for slide, path in pictures.items()]
-
-
-def _sample_generated(path: Path) -> list[_Patch]:
+def _sample_generated(path: Path) -> Iterator[_Patch]:
     with PatchStore(path) as store:
-        return _sample_patches(store)
+        yield from _sample_patches(store)
 
 
-def _sample_patches(store: PatchStore) -> list[_Patch]:
-    """Return a few patches of each class, drawn with a fixed seed."""
+def _sample_patches(store: PatchStore) -> Iterator[_Patch]:
+    """Yield a few patches of each class, drawn with a fixed seed."""
     rng = np.random.default_rng(0)
-    out = []
     for k, name in enumerate(store.meta.classes):
         rows = np.flatnonzero(store.table.label == k)
         chosen = np.sort(rng.permutation(rows)[:_SAMPLES_PER_CLASS])
-        out += [(name, pixels) for pixels in store.read(chosen)]
-    return out
+        yield from ((name, pixels) for pixels in store.read(chosen))

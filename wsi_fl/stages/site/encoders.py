@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
@@ -61,7 +61,7 @@ def load_encoder(
     return encoder
 
 
-def describe_transform(encoder: Encoder) -> dict[str, Any]:
+def describe_transform(encoder: Encoder) -> dict[str, object]:
     """Return an encoder's transform of patches and its pooling, for `--json`."""
     transform = encoder.network.transform
     preset = PRESETS.get(encoder.name)

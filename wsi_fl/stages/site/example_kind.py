@@ -41,9 +41,8 @@ class ExampleKind:
 
     def store_path(self, study: Study, site: str) -> Path:
         """Return the path of a site's store, which may not exist."""
-        return {"patches": study.store_path, "features": study.features_path, "mosaics": study.mosaic_path}[self.data](
-            site
-        )
+        paths = {"patches": study.store_path, "features": study.features_path, "mosaics": study.mosaic_path}
+        return paths[self.data](site)
 
 
 def counts_patients(pipeline: Pipeline) -> bool:

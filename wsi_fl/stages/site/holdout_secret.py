@@ -37,14 +37,10 @@ def load_holdout_draw(study: Study, site: str) -> HoldoutDraw:
     if not path.exists():
         with file_lock(path.with_name(f".{path.name}.lock")):  # ranks of one job may all be first
             if not path.exists():
-                _make_secret(path)
+                with atomic_path(path) as temporary:
+                    temporary.touch(mode=0o600)
+                    temporary.write_text(f"{secrets.token_hex(_SECRET_BYTES)}\n", encoding="ascii")
     text = require_regular_file(path).read_text(encoding="ascii", errors="replace").strip()
     if not re.fullmatch(f"[0-9a-f]{{{2 * _SECRET_BYTES}}}", text):
         raise WsiFlError(f"{study.relative_path(path)}: damaged; put its backup back: it draws the held-out patients")
     return HoldoutDraw(bytes.fromhex(text))
-
-
-def _make_secret(path: Path) -> None:
-    with atomic_path(path) as temporary:
-        temporary.touch(mode=0o600)
-        temporary.write_text(f"{secrets.token_hex(_SECRET_BYTES)}\n", encoding="ascii")

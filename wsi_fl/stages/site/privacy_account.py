@@ -155,14 +155,8 @@ def _meet_limits(
 
 
 @dataclass(frozen=True)
-class Account:
-    """The privacy account of a site in a run.
-
-    Attributes:
-        ledger: of all spending and releases, under the site's terms.
-        units: privacy units, rows or patients, canaries included.
-        plan: of a round; None without differential privacy, and where class statistics were released before.
-    """
+class _Account:
+    """A site's account: ledger, units with canaries, plan of a round, None without privacy and of earlier releases."""
 
     ledger: PrivacyLedger
     units: PrivacyUnits
@@ -176,7 +170,7 @@ def open_account(
     canaries: NDArray[np.bool_] | None = None,
     *,
     planned_run: str = "",
-) -> Account:
+) -> _Account:
     """Open the account of a site in the context's run, or in a planned run.
 
     Args:
@@ -206,12 +200,12 @@ def open_account(
     if released:
         require_release(ledger, released.ledger_run, released.digest, study.relative_path(study.release_path(name)))
     if context.uses_files or site.is_receiver:
-        return Account(ledger, units, None)
+        return _Account(ledger, units, None)
     folder = None if planned_run else run.site_folder(name)
     plan = _load_plan(
         folder, site, pipeline, units.n, ledger, is_single_release=context.method.payload.is_single_release
     )
-    return Account(ledger, units, plan)
+    return _Account(ledger, units, plan)
 
 
 def build_units(pipeline: Pipeline, patient: NDArray[np.str_], site: str) -> PrivacyUnits:
@@ -230,10 +224,7 @@ def _load_plan(
     *,
     is_single_release: bool = False,
 ) -> PrivacyPlan | None:
-    """Return the plan stored in the run or ledger, or a new one for the site's account.
-
-    UsageError where settings, canaries or the store now lead to another plan. `folder` is None for a planned run.
-    """
+    """Return the plan stored in the run or ledger, or a new one; UsageError where it would be another one now."""
     train, privacy, recorded = pipeline.train, pipeline.privacy, ledger.last_plan()
     if not privacy.enabled:
         return None
@@ -263,13 +254,13 @@ def _load_plan(
     return run_plan
 
 
-def list_mechanisms(site: Site | Account, rounds: int) -> list[Mechanism]:
+def list_mechanisms(site: Site | _Account, rounds: int) -> list[Mechanism]:
     """Return the mechanisms that count for a run: earlier ones and all its rounds."""
     remaining = [replace(site.plan, steps=site.plan.steps * rounds)] if site.plan else []
     return [*site.ledger.list_mechanisms(), *remaining]
 
 
-def count_affordable(site: Site | Account, rounds: int) -> int:
+def count_affordable(site: Site | _Account, rounds: int) -> int:
     """Return how many of `rounds` rounds the site's budget allows, those already charged included."""
     limit = site.ledger.terms.max_epsilon
     done = site.ledger.count_rounds()

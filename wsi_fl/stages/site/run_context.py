@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
+from typing import Self, cast
 
 from wsi_fl.data.cohort import Cohort, concatenate_examples
+from wsi_fl.data.cross_site_counts import CrossSiteCounts, CrossSiteScores, score_cross_site
 from wsi_fl.data.tasks import Task
 from wsi_fl.federation.methods import METHODS, Method
 from wsi_fl.runs.run_folder import RunFolder
@@ -183,6 +184,15 @@ class RunContext:
         if site not in self._opened:
             self._opened[site] = self._stores.enter_context(open_data(self.study, site, self.pipeline))
         return self._opened[site]
+
+    def load_cross_site_scores(self) -> CrossSiteScores | None:
+        """Return the scores of the released models on each hospital's test part and on all; None without counts.
+
+        Every site of a run stores the same counts, so those of the first site here are read.
+        """
+        stored = (self.run.site_folder(name).read_document("scores") for name in self.local_names)
+        counts = next((counts for counts in stored if counts is not None), None)
+        return None if counts is None else score_cross_site(cast(CrossSiteCounts, counts))
 
     def join_tests(self) -> Cohort:
         """Return the pooled test examples of all sites."""

@@ -38,7 +38,7 @@ _ALTERNATIVES = {
 """Settings to use instead."""
 
 
-class EligibleRows(NamedTuple):
+class _EligibleRows(NamedTuple):
     """Rows that a site may train on. Others see their number, so it is independent of settings that others could choose
     for the sake of a patient.
 
@@ -179,7 +179,7 @@ class SiteData:
             raise UsageError(f"site {self.site}: {error}") from None
         return cohort.assign_columns(split=np.where(fold == train.fold - 1, "test", "train"))
 
-    def list_eligible(self) -> EligibleRows:
+    def list_eligible(self) -> _EligibleRows:
         """Return the rows that may be trained on, before a fold or validation patients are held out.
 
         Of a real site with `[target]` also those without a label: n discloses none. Where the unit is the patient, a
@@ -189,16 +189,16 @@ class SiteData:
         is_training = np.asarray(cohort.obs["split"] == "train")
         if labelled is None or self.receives or not self.study.load_site(self.site).real:
             rows = np.arange(len(cohort)) if self._is_fold else np.flatnonzero(is_training)
-            return EligibleRows(cohort.patient[rows], np.flatnonzero(is_training[rows]))
+            return _EligibleRows(cohort.patient[rows], np.flatnonzero(is_training[rows]))
         slides = self.store.table
         may_train = self._is_fold | (slides.split == "train")
         if counts_patients(self.pipeline):
             may_train &= np.isin(np.arange(len(slides)), labelled.obs["row"]) | (slides.patient != "")
         if self.pipeline.target.example_level == "patient":
             names = np.unique(slides.patient[may_train])
-            return EligibleRows(names, np.searchsorted(names, cohort.patient[is_training]))
+            return _EligibleRows(names, np.searchsorted(names, cohort.patient[is_training]))
         positions = np.cumsum(may_train) - 1
-        return EligibleRows(slides.patient[may_train], positions[labelled.obs["row"].to_numpy()[is_training]])
+        return _EligibleRows(slides.patient[may_train], positions[labelled.obs["row"].to_numpy()[is_training]])
 
     def load_examples(self, split: str) -> Cohort:
         """Return the examples of a split, in memory where they fit."""
@@ -241,7 +241,7 @@ class SiteData:
             inputs["tumor_types"] = {kind: list(classes) for kind, classes in kinds.items()}
         return inputs
 
-    def describe_store(self) -> dict[str, Any]:
+    def describe_store(self) -> Mapping[str, object]:
         """Return the facts that a run keeps of the store."""
         store, facts = self.store, {"classes": list(self.classes), "spec": asdict(self.store.meta.spec)}
         if isinstance(store, PatchStore):

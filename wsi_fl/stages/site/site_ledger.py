@@ -57,7 +57,7 @@ def open_ledger(
             f"{study.relative_path(path)} is missing, though site {site.name} has released before; restore it: it is "
             "the site's budget"
         )
-    ledger = load_ledger(heads=list_heads(study, site.name))
+    ledger = load_ledger(heads=_list_heads(study, site.name))
     for folder, identity, last in rounds:
         if max((entry.round for entry in ledger.entries_of_run(identity)), default=0) < last:
             raise UsageError(
@@ -79,7 +79,7 @@ def _store_head_path(study: Study, site: str) -> Path:
     return study.store_path(site).parent / "ledger.head.json"
 
 
-def list_heads(study: Study, site: str) -> list[Path]:
+def _list_heads(study: Study, site: str) -> list[Path]:
     """Return the anchor files of a real site's ledger: beside its store, and of this user."""
     return [_store_head_path(study, site), user_head_path(site)]
 
@@ -102,10 +102,7 @@ def user_head_path(site: str) -> Path:
 
 
 def _list_paid_rounds(study: Study, site: str) -> list[tuple[str, str, int]]:
-    """Return (folder, run's id, last round that cost ε) of each run of this study with the site.
-
-    Heads of class statistics that were released before cost nothing.
-    """
+    """Return (folder, run's id, last round that cost ε) of each run of this study in which the site spent."""
     paid_runs = []
     for metrics in sorted(study.runs_path.glob(f"*/sites/{glob.escape(site)}/metrics.jsonl")):
         run = RunFolder(metrics.parents[2])
@@ -124,10 +121,7 @@ def _uses_statistics(run: RunFolder) -> bool:
 
 
 def _read_claims(study: Study, files: Sequence[Path]) -> list[tuple[str, str]]:
-    """Return (label, digest in the header) of copies of released statistics; numbers are not checked.
-
-    Damaged copies are skipped; WsiFlError where all are damaged.
-    """
+    """Return (label, digest in the header) of intact copies of released statistics; WsiFlError if all are damaged."""
     claims, errors = [], []
     for file in files:
         try:

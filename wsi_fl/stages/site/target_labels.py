@@ -276,11 +276,7 @@ def _parse_number(text: str, label: str, low: float, high: float) -> float:
 
 
 def _find_patient_column(rows: Sequence[TableRow], site: SiteFile) -> str | None:
-    """Return the column of patients: as named in the site file, or a usual one; None for none.
-
-    Raises:
-        UsageError: for a name in it that a spreadsheet has damaged.
-    """
+    """Return the column of patients, as named in the site file or a usual one; None for none."""
     named = [site.columns["patient"]] if "patient" in site.columns else []
     column = _find_column(rows, (*named, *normalize_columns(named, ()), *PATIENT_NAMES))
     for row in rows if column else ():

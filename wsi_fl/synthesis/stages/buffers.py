@@ -17,13 +17,6 @@ from wsi_fl.system.machine import free_bytes
 from wsi_fl.types import Images, Shape, UsageError, WsiFlError
 
 
-<<<<<<< HEAD
-=======
-def _find_shape(pipeline: Pipeline, images: Images, n_classes: int) -> BufferShape:
-    return BufferShape(pipeline.find_section(Replay).buffer, images.size_px, images.channels, n_classes)
-
-
->>>>>>> gen
 def _require_memory(shape: BufferShape) -> None:
     """Refuse a buffer larger than free memory, as images and packed, before drawing."""
     needed, available = 2 * shape.n_bytes, free_bytes()
@@ -67,17 +60,12 @@ def _draw_buffer(data: SiteData, shape: BufferShape, index: int) -> Buffer:
 class _BufferHooks(StudyHooks):
     """Buffers of the variants that send any."""
 
-<<<<<<< HEAD
     def load_buffer(self, data: SiteData, folder: SiteFolder, index: int) -> Buffer | None:
-=======
-    def load_buffer(self, context: RunContext, index: int) -> Buffer | None:
->>>>>>> gen
         """Return a site's buffer, stored in the run or freshly drawn; None without patches.
 
         Raises:
             WsiFlError: for a site without a generator that passed its check.
         """
-<<<<<<< HEAD
         image_shape, n_classes = data.shape, len(data.classes)
         if not isinstance(image_shape, Images):
             return None
@@ -88,16 +76,6 @@ class _BufferHooks(StudyHooks):
         if (stored := folder.read_buffer()) is not None:
             return Buffer(shape, *stored)
         return _draw_buffer(data, shape, index)
-=======
-        data = context.open_data(context.names[index])
-        if not (context.method.find_disclosure("buffer") and isinstance(data.shape, Images)):
-            return None
-        shape = _find_shape(context.pipeline, data.shape, len(data.classes))
-        _require_memory(shape)
-        if stored := context.run.site_folder(data.site).read_buffer():
-            return Buffer(shape, *stored)
-        return _draw_buffer(context, data, shape, index)
->>>>>>> gen
 
     def count_bytes(self, pipeline: Pipeline, disclosure: Disclosure, shape: Shape, n_classes: int) -> int | None:
         if not isinstance(shape, Images):
