@@ -108,11 +108,8 @@ class FederationPlan:
 
 
 def _parse_settings(text: str) -> dict[str, Any]:
-    """Return the settings of a plan from its untrusted TOML text; UsageError for any other text.
-
-    Parsing TOML can cost much memory and time, so lines that plans never contain are refused unread.
-    """
-    try:
+    """Return the settings of a plan from its untrusted TOML text; UsageError for any other text."""
+    try:  # parsing TOML can cost much memory and time, so lines that plans never contain are refused unread
         for line in text.split("\n"):
             bare = _TOML_STRING.sub("\0", line)
             if bare.count(".") > _MAX_DOTS or any(character in bare for character in ("'", '"', "\0\0")):

@@ -204,8 +204,7 @@ def _collect_job_progress(facts: FederationState, study: Study, plan: Federation
 
 
 def _find_trouble(entry: LoggedJob) -> Trouble | None:
-    fault = Fault(entry["code"] or "", entry["site"] or "")
-    return Trouble(entry["reason"], fault) if entry["reason"] else None
+    return Trouble(entry["reason"], Fault(entry["code"] or "", entry["site"] or "")) if entry["reason"] else None
 
 
 def _note_finished_run(facts: FederationState, summary: Summary, report: str) -> None:

@@ -177,13 +177,10 @@ def parse_revocation_list(trusted: str) -> RevocationList:
         ):
             raise ValueError
         number = revocations.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-        digests = (
-            (entry, entry.extensions.get_extension_for_oid(_KEY_EXTENSION).value.public_bytes())
-            for entry in revocations
-        )
-        keys = {
-            _format_digest(digest.removeprefix(_OCTETS_PREFIX)): entry.revocation_date_utc for entry, digest in digests
-        }
+        keys = {}
+        for entry in revocations:
+            digest = entry.extensions.get_extension_for_oid(_KEY_EXTENSION).value.public_bytes()
+            keys[_format_digest(digest.removeprefix(_OCTETS_PREFIX))] = entry.revocation_date_utc
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound):
         raise NotTrusted("the list of withdrawn certificates was not signed by this federation's root") from None
     return RevocationList(number, keys, revocations.public_bytes(Encoding.PEM).decode())
@@ -211,8 +208,7 @@ def generate_key() -> str:
 
 def build_root_certificate(key: str, federation: str) -> str:
     """Return the root CA's certificate (PEM) of a federation, signed by its own key (PEM)."""
-    private = _load_private_key(key)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, federation)])
+    private, name = _load_private_key(key), _subject_of(federation)
     unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     denied_usages = dict.fromkeys((*unused, "encipher_only", "decipher_only"), False)
     usage = x509.KeyUsage(digital_signature=True, key_cert_sign=True, crl_sign=True, **denied_usages)
@@ -221,9 +217,7 @@ def build_root_certificate(key: str, federation: str) -> str:
 
 def build_request(key: str, name: str, organization: str) -> str:
     """Return a certificate request (PEM) for a key (PEM)."""
-    subject = x509.Name(
-        [x509.NameAttribute(NameOID.COMMON_NAME, name), x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization)]
-    )
+    subject = _subject_of(name, organization)
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(_load_private_key(key), SHA256())
     return request.public_bytes(Encoding.PEM).decode()
 
@@ -250,17 +244,11 @@ def issue_certificate(
     name, organization = _subject_names(signing_request.subject)
     if key_fingerprint(request) in parse_revocation_list(root).keys:
         raise UsageError(f"the key of this request was withdrawn; {name} needs a new one, in a new kit")
-    subject = [  # of the request these fields alone: others could give its holder a role
-        x509.NameAttribute(NameOID.COMMON_NAME, name),
-        x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization or name),
-    ]
-    if role in _FLARE_ROLE:
-        subject.append(x509.NameAttribute(NameOID.UNSTRUCTURED_NAME, _FLARE_ROLE[role]))
+    # of the request these fields alone: others could give its holder a role
+    subject = _subject_of(name, organization or name, _FLARE_ROLE.get(role))
     alternative_names = x509.SubjectAlternativeName([_general_name(host) for host in hosts or (name,)])
     issuer = _parse_certificate(root).subject
-    return _sign_certificate(
-        _load_private_key(root_key), issuer, x509.Name(subject), key, days, ca=False, extra=alternative_names
-    )
+    return _sign_certificate(_load_private_key(root_key), issuer, subject, key, days, ca=False, extra=alternative_names)
 
 
 def describe_foreign_certificate(certificate: str, root: str) -> tuple[str, str] | None:
@@ -326,11 +314,10 @@ def _sign_certificate(
 
 def _is_issued_by(certificate: str, root: str) -> bool:
     """Return whether a root CA's certificate signed another one (PEM)."""
-    try:
+    with suppress(ValueError, TypeError, InvalidSignature):
         _parse_certificate(certificate).verify_directly_issued_by(_parse_certificate(root))
-    except (ValueError, TypeError, InvalidSignature):
-        return False
-    return True
+        return True
+    return False
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -371,6 +358,12 @@ def _parse_request(pem: str) -> x509.CertificateSigningRequest:
         return x509.load_pem_x509_csr(pem.encode())
     except ValueError:
         raise UsageError("this is no certificate request") from None
+
+
+def _subject_of(name: str, organization: str | None = None, role: str | None = None) -> x509.Name:
+    oids = (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME, NameOID.UNSTRUCTURED_NAME)
+    texts = zip(oids, (name, organization, role), strict=True)
+    return x509.Name([x509.NameAttribute(oid, text) for oid, text in texts if text is not None])
 
 
 def _subject_names(subject: x509.Name) -> tuple[str, str]:
