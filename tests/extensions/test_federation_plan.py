@@ -131,11 +131,10 @@ def test_a_plan_without_privacy_states_it(tmp_path):
 
 def test_a_plan_of_features_made_without_a_store_states_what_must_agree(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3, site_extra=REAL)
-    heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
-    said = parse_plan_document(made(study, tmp_path, "proxyfl", *heads))
+    said = parse_plan_document(made(study, tmp_path, "proxyfl", *HEADS))
     assert said["learns"]["n_features"] is None and said["leaves"][0]["bytes"] is None
     assert "must agree" in said["learns"]["says"] and said["most_bytes"] > 500_000_000
-    oneshot = parse_plan_document(made(study, tmp_path, "oneshot", heads[0], "privacy.noise='own'"))
+    oneshot = parse_plan_document(made(study, tmp_path, "oneshot", HEADS[0], "privacy.noise='own'"))
     assert oneshot["rounds"] == 1 and oneshot["leaves"][0]["what"].startswith("class statistics")
     assert oneshot["leaves"][0]["often"] == "once"
 
@@ -425,6 +424,9 @@ def test_another_version_of_a_privacy_dependency_changes_the_digest(plan, tmp_pa
     assert code_digest("proxyfl") == before
 
 
+HEADS = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
+
+
 def with_features(study, d):
     """The study, with features of 40 patches at S0."""
     x, patients = np.random.default_rng(0).normal(size=(40, d)), [f"p{k}" for k in range(40)]
@@ -455,9 +457,8 @@ def test_the_projection_of_class_statistics_is_in_the_plan_and_hospitals_need_th
 
 
 def test_a_local_store_of_another_encoder_or_other_classes_is_refused(tmp_path, monkeypatch):
-    heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
     coordinator = with_features(make_study(tmp_path / "c", n_sites=3, site_extra=REAL), 5)
-    plan = made(coordinator, tmp_path, "proxyfl", *heads)
+    plan = made(coordinator, tmp_path, "proxyfl", *HEADS)
     assert parse_plan_document(plan)["learns"]["encoder"] == "tiny sha256:0"
     other = with_features(hospital(tmp_path / "other", "S0"), 6)
     refused(lambda: review_plan(other, plan, "S0"), "features per patch 5, but S0 has 6")
