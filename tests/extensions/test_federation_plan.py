@@ -358,6 +358,11 @@ def package(tmp_path_factory):
     return shutil.copytree(Path(wsi_fl.__file__).parent, tmp_path_factory.mktemp("p") / "wsi_fl", ignore=ignored)
 
 
+@pytest.fixture(scope="module")
+def codes(package):
+    return {method: code_digest(method, package) for method in ("proxyfl", "oneshot", "mpcpa")}
+
+
 @pytest.mark.parametrize(
     ("file", "affected"),
     [
@@ -373,12 +378,11 @@ def package(tmp_path_factory):
         (".x.swp", set()),
     ],
 )
-def test_a_changed_file_changes_the_code_of_the_methods_that_use_its_package(package, file, affected):
-    before = {method: code_digest(method, package) for method in ("proxyfl", "oneshot", "mpcpa")}
+def test_a_changed_file_changes_the_code_of_the_methods_that_use_its_package(package, codes, file, affected):
     good = (package / file).read_bytes() if (package / file).exists() else b"??"
     (package / file).parent.mkdir(parents=True, exist_ok=True)
     (package / file).write_bytes(good[:-2] + bytes([good[-2] ^ 1]) + good[-1:])
-    assert {method for method in before if code_digest(method, package) != before[method]} == affected
+    assert {method for method in codes if code_digest(method, package) != codes[method]} == affected
     (package / file).write_bytes(good)
 
 

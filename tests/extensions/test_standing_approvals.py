@@ -24,9 +24,9 @@ from wsi_fl.hospitals.plans.preapproval import (
 )
 from wsi_fl.hospitals.plans.preapproval_check import (
     _explain_rejection,
+    _explain_text_rejection,
     add_codes,
     admit_plan,
-    explain_text_rejection,
     make_preapproval,
 )
 from wsi_fl.hospitals.plans.review import review_plan, sign_plan
@@ -106,7 +106,7 @@ def test_a_standing_approval_has_every_statement_of_a_plan_and_contains_its_own_
     assert load_preapproval(study, identities["S0"]) == frame
 
     def why(frame=frame, looked=looked, today=TODAY, n=0):
-        return explain_text_rejection(frame, plan, today, n) or _explain_rejection(frame, looked)
+        return _explain_text_rejection(frame, plan, today, n) or _explain_rejection(frame, looked)
 
     def only(**given):
         return {"frame": {**frame, "allows": {**allows, **given}}}
@@ -306,7 +306,7 @@ def test_a_patch_release_that_the_standing_approval_lists_voids_no_approval(stud
     listed = load_preapproval(study, me)
     assert listed["id"] == frame["id"] and listed["allows"]["code"][-1] == "1" * 64
     assert _explain_rejection(listed, review_plan(study, plan, "S0", listed)) == ""
-    assert explain_text_rejection(listed, plan, TODAY, 1) == ""
+    assert _explain_text_rejection(listed, plan, TODAY, 1) == ""
     refused(lambda: review_plan(study, plan, "S0"), "install the plan's version")  # a person approves one code
     part = partial(take_part, study, me, Wire("S0", {}), plan=plan.digest)
     monkeypatch.setattr("wsi_fl.hospitals.work.client._open_comm", lambda *_, **__: 1 / 0)

@@ -31,16 +31,16 @@ class AnswerSheet(TypedDict):
     row: list[_Answer]
 
 
-SHEETS: list[AnswerSheet] = tomllib.loads(Path(__file__).with_name("answers.toml").read_text("utf-8"))["sheet"]
+_SHEETS: list[AnswerSheet] = tomllib.loads(Path(__file__).with_name("answers.toml").read_text("utf-8"))["sheet"]
 
 
 def answer_sheets(dossier: Mapping[str, Any]) -> list[AnswerSheet]:
     """Return the answers to all forms, from the content of a dossier."""
-    facts = _drop_unknown({**dossier, **collect_facts(dossier)})
-    return [{**sheet, "row": [_answer_row(row, facts) for row in sheet["row"]]} for sheet in SHEETS]
+    facts = _drop_unknown({**dossier, **_collect_facts(dossier)})
+    return [{**sheet, "row": [_answer_row(row, facts) for row in sheet["row"]]} for sheet in _SHEETS]
 
 
-def collect_facts(dossier: Mapping[str, Any]) -> dict[str, object]:
+def _collect_facts(dossier: Mapping[str, Any]) -> dict[str, object]:
     """Return the facts that answers may name beside the dossier's own keys; None for unknown ones."""
     plan, accounts, audits = dossier["plan"], dossier["accounts"], dossier["audits"]
     group, limit = dossier["group"], dossier["budget"]["max_epsilon"]

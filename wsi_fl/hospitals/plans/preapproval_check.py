@@ -164,7 +164,7 @@ def _plan_terms(
     }
 
 
-def explain_text_rejection(approval: StandingApproval, plan: FederationPlan, today: date, n_admitted: int) -> str:
+def _explain_text_rejection(approval: StandingApproval, plan: FederationPlan, today: date, n_admitted: int) -> str:
     """Return in one line how a plan's own text exceeds a standing approval today, in UTC; "" if it does not.
 
     Nothing else is read, built or fetched, so the line may be disclosed.
@@ -266,7 +266,7 @@ def admit_plan(study: Study, identity: Identity, plan: FederationPlan) -> None:
 
     n_admitted = len(list_admitted_plans(study, approval["id"]))
     try:
-        reason = explain_text_rejection(approval, plan, datetime.now(UTC).date(), n_admitted)
+        reason = _explain_text_rejection(approval, plan, datetime.now(UTC).date(), n_admitted)
     except Exception as error:  # of a text that is no plan
         report(f"{plan_label} was refused: {single_line(error)}")
         raise UsageError(f"{plan_label} is damaged; ask for it again") from None
