@@ -133,18 +133,8 @@ def first_numbers():
     return {key for line in rows if line[:3] == "| `" for key in re.findall(r"`([a-z_]+)`", line.split("|")[1])}
 
 
-FIRST = (
-    _RunProposal,
-    _FolderClaim,
-    RunState,
-    RunStates,
-    StatisticsOffer,
-    StatisticsFile,
-    PreflightDocument,
-    Handshake,
-    MessageHeader,
-    SiteGreeting,
-)
+FIRST = (_RunProposal, _FolderClaim, RunState, RunStates, StatisticsOffer, StatisticsFile, PreflightDocument)
+FIRST += (Handshake, MessageHeader, SiteGreeting)
 """What sites tell each other before anything is charged."""
 
 

@@ -107,7 +107,7 @@ class FederationPlan:
         return validate_model(pipeline_model(), _parse_settings(str(self.document["settings"])), "plan")
 
 
-def _parse_settings(text: str) -> dict[str, Any]:
+def _parse_settings(text: str) -> dict[str, object]:
     """Return the settings of a plan from its untrusted TOML text; UsageError for any other text."""
     try:  # parsing TOML can cost much memory and time, so lines that plans never contain are refused unread
         for line in text.split("\n"):
