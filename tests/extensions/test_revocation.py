@@ -13,10 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import refused
-from federation_fixtures import Wire, at_once
-from typer.testing import CliRunner
+from federation_fixtures import Wire, at_once, command
 
-from wsi_fl.cli.main import app
 from wsi_fl.hospitals.plans.signed_plan import (
     FederationPlan,
     check_pinned_key,
@@ -98,10 +96,6 @@ def list_after(name, folder):
 def take_part_with_certificate(one, name):
     """Take part with the certificate in the startup kit."""
     return install_certificate(one / name / f"certificate-{name}.json", one / name)
-
-
-def command(*arguments):
-    return CliRunner().invoke(app, ["federation", *map(str, arguments), "--json"])
 
 
 def test_a_withdrawn_certificate_is_refused_wherever_one_is_verified(one):

@@ -17,11 +17,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import NameOID
-from federation_fixtures import needs_flare
+from federation_fixtures import command, needs_flare
 from proxies import FORBIDDEN, KNOWN, needs_proxy, proxying
-from typer.testing import CliRunner
 
-from wsi_fl.cli.main import app
 from wsi_fl.hospitals.trust import provisioning
 from wsi_fl.hospitals.trust.certificates import (
     NotTrusted,
@@ -90,22 +88,18 @@ def test_a_fingerprint_that_was_read_out_must_match_and_is_shown_again(federatio
 
 def test_a_new_name_and_a_new_startup_kit_need_a_fingerprint(federation_folder, tmp_path):
     (file, _), kit, root = request_file(tmp_path, "C10"), tmp_path / "C10", federation_folder / "one"
-
-    def says(*arguments):
-        return CliRunner().invoke(app, ["federation", *map(str, arguments), "--json"])
-
     approve = ("approve", file, "--kit", root)
     for more in ((), ("--fingerprint", ""), ("--fingerprint", " : "), ("--fingerprint", "", "--unchecked")):
         assert "have C10 read its fingerprint out by telephone" in error_line(*approve, *more)
     assert "C10" not in (root / "root" / "issued.jsonl").read_text()
-    assert says(*approve, "--unchecked").exit_code == 0
-    assert says(*approve).exit_code == 0  # the key that has the name vouches for itself
+    assert command(*approve, "--unchecked").exit_code == 0
+    assert command(*approve).exit_code == 0  # the key that has the name vouches for itself
     assert "--unchecked" in error_line(*approve, "--fingerprint", "")
     take = ("join", kit / "certificate-C10.json", "--kit", kit)
     for more in ((), ("--fingerprint", "")):
         assert "have the coordinator read the root's fingerprint out" in error_line(*take, *more)
-    assert not (kit / "federation.json").exists() and says(*take, "--unchecked").exit_code == 0
-    assert says(*take).exit_code == 0  # it knows the root
+    assert not (kit / "federation.json").exists() and command(*take, "--unchecked").exit_code == 0
+    assert command(*take).exit_code == 0  # it knows the root
 
 
 @pytest.mark.parametrize(
@@ -144,7 +138,7 @@ def test_a_certificate_that_does_not_match_leaves_the_startup_kit_unchanged(fede
 
 def error_line(*arguments):
     """The one line of a command that fails, on either output stream."""
-    result = CliRunner().invoke(app, ["federation", *map(str, arguments)])
+    result = command(*arguments)
     assert isinstance(result.exception, WsiFlError), result.output
     return str(result.exception)
 

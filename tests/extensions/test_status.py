@@ -11,14 +11,13 @@ from typing import get_args
 
 import pytest
 from conftest import REAL, larger_study, make_study
+from federation_fixtures import command
 from hospitals import one_installation  # noqa: F401
 from test_error_advice import _parses
 from test_federation_plan import made
 from test_submit import checks, public_summary, submitting, train
-from typer.testing import CliRunner
 
 from wsi_fl import __version__
-from wsi_fl.cli.main import app
 from wsi_fl.hospitals.faults import Fault, FaultCode, mark_fault
 from wsi_fl.hospitals.plans import installed_code
 from wsi_fl.hospitals.plans.build_plan import make_plan
@@ -168,9 +167,9 @@ def test_over_a_folder_a_site_has_timed_out_after_the_waiting_time():
 
 def test_every_kind_of_failure_has_a_remedy_with_valid_commands():
     assert set(REMEDIES) == set(get_args(FaultCode)) - {""}
-    for command in COMMANDS.values():
-        _parses(command.format(kit="K", study="S", plan="P", method="M", founded="F", site="C1", run="R"))
-    assert {command for steps in REMEDIES.values() for _, _, command in steps} <= {*COMMANDS, ""}
+    for line in COMMANDS.values():
+        _parses(line.format(kit="K", study="S", plan="P", method="M", founded="F", site="C1", run="R"))
+    assert {name for steps in REMEDIES.values() for _, _, name in steps} <= {*COMMANDS, ""}
 
 
 @pytest.fixture(scope="module")
@@ -345,14 +344,9 @@ def test_while_a_job_runs_the_next_step_is_to_wait(finished, monkeypatch):
 
 def test_the_command_prints_the_json_and_fails_without_its_server(founded, finished, tmp_path, monkeypatch):
     root, study, _ = founded
-
-    def command(kit, study):
-        given = ["status", "--kit", kit, "--study", study.root, "--json"]
-        return CliRunner().invoke(app, ["federation", *map(str, given)])
-
-    done = command(root / "kits" / "S0", study)
+    done = command("status", "--kit", root / "kits" / "S0", "--study", study.root)
     assert done.exit_code == 0, done.output
     assert {step["who"] for step in json.loads(done.stdout)["next"]} == {"S0", "S1"}
     monkeypatch.setattr(collect, "ask_server", fails(WsiFlError("nobody is there")))
-    done = command(finished[0].path, finished[1])
+    done = command("status", "--kit", finished[0].path, "--study", finished[1].root)
     assert done.exit_code == 1 and json.loads(done.stdout)["trouble"] == ["nobody is there"]
