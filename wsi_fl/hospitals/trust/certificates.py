@@ -93,7 +93,6 @@ class Holder:
     """The holder that a certificate names, its serial number, and its last day."""
 
     name: str
-    organization: str
     number: int
     until: datetime
     _key: RSAPublicKey
@@ -127,18 +126,18 @@ def _bytes_to_sign(document: Mapping[str, Any], purpose: bytes) -> bytes:
     return purpose + json.dumps(content, sort_keys=True).encode()
 
 
-def verify_certificate(certificate: str, root: str, *, moment: datetime | None = None) -> Holder:
-    """Return the holder of a certificate (PEM) after verifying that it is of the federation and valid at a time.
+def verify_certificate(certificate: str, root: str) -> Holder:
+    """Return the holder of a certificate (PEM) after verifying that it is of the federation and valid now.
 
     NotTrusted, by the trusted text (PEM), with one line on the fault.
     """
     if not _is_issued_by(certificate, root):
         raise NotTrusted("a certificate does not belong to this federation")
     leaf, issuer = _parse_certificate(certificate), _parse_certificate(root)
-    name, organization = _subject_names(leaf.subject)
+    name, _ = _subject_names(leaf.subject)
     if (revoked_on := parse_revocation_list(root).keys.get(key_fingerprint(certificate))) is not None:
         raise NotTrusted(f"the certificate of {name} was withdrawn on {revoked_on:%Y-%m-%d}; {name} needs a new key")
-    today = moment or datetime.now(UTC)
+    today = datetime.now(UTC)
     for link, owner in ((leaf, name), (issuer, "the federation's root")):
         if not link.not_valid_before_utc <= today <= link.not_valid_after_utc:
             text = (
@@ -151,7 +150,7 @@ def verify_certificate(certificate: str, root: str, *, moment: datetime | None =
         raise NotTrusted(f"the certificate of {name} may sign others, so no site may use it")
     _require_rsa_key(issuer.public_key(), "the federation's root")
     key = _require_rsa_key(leaf.public_key(), f"the certificate of {name}")
-    return Holder(name, organization, leaf.serial_number, leaf.not_valid_after_utc, key)
+    return Holder(name, leaf.serial_number, leaf.not_valid_after_utc, key)
 
 
 @dataclass(frozen=True)
