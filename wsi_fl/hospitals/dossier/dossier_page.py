@@ -265,9 +265,9 @@ def list_accounts(
         lines, n_bytes = [entry for entry in entries if entry.run_id == run], _bytes_by_round(study, site, run)
         spent = entries_epsilon(lines, delta)
         releases = [
-            _ReleaseRow(round=one.number, what=kind, sha256=digest, bytes=n_bytes.get(one.number), final=one.final)
-            for one in collect_rounds(lines)
-            for kind, digest in one.releases.items()
+            _ReleaseRow(round=sent.number, what=kind, sha256=digest, bytes=n_bytes.get(sent.number), final=sent.final)
+            for sent in collect_rounds(lines)
+            for kind, digest in sent.releases.items()
         ]
         account: RunAccount = {
             "run": lines[0].run,

@@ -297,10 +297,10 @@ def _collect_notes(
             local_file = study.load_site(site.name)
             other_keys = [key for key in SITE_TERMS if getattr(local_file, key) != getattr(site, key)]
             differing += [(site.name, key) for key in other_keys[:1]]
-    again = plan.method == STATISTICS_RUN and not plan.pipeline().train.from_released
-    again, pins_all = again and _has_released_before(study, me), len(plan.keys) >= len(sites)
+    makes_statistics = plan.method == STATISTICS_RUN and not plan.pipeline().train.from_released
+    is_repeated, pins_all = makes_statistics and _has_released_before(study, me), len(plan.keys) >= len(sites)
     facts = {"me": me, "cost": cost, "rounds": plan.document["rounds"], "differing": differing, "pins_all": pins_all}
-    return notes + fill_plan_text(PLAN_TEXTS["review"]["notes"], releases_again=again, **facts)
+    return notes + fill_plan_text(PLAN_TEXTS["review"]["notes"], releases_again=is_repeated, **facts)
 
 
 def _has_released_before(study: Study, site: str) -> bool:

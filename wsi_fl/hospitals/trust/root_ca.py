@@ -124,10 +124,10 @@ def install_revocation_list(file: Path, kit: Path) -> RevocationResult:
     except (OSError, NotTrusted) as error:
         raise UsageError(f"{file}: {single_line(error)}; {kit} was left as it is") from None
     number = target_kit.load_revocation_list().number
-    said = f"{kit} has list {number} of withdrawn certificates{'' if is_newer else ', which is not older'}"
+    message = f"{kit} has list {number} of withdrawn certificates{'' if is_newer else ', which is not older'}"
     if target_kit.folder and (note := sync_revocation_list(target_kit, target_kit.folder)):
-        said += f"; {note}"
-    return {"kit": str(kit), "number": number, "newer": is_newer, "said": said}
+        message += f"; {note}"
+    return {"kit": str(kit), "number": number, "newer": is_newer, "said": message}
 
 
 def sync_revocation_list(kit: Kit, address: str) -> str:
