@@ -291,7 +291,7 @@ def _collect_notes(
         differences = "; ".join(describe_changes(earlier_plan, plan)) or "no difference in its terms"
         if earlier_plan.digest != plan.digest:
             notes.append(f"compared with plan {earlier_plan.digest[:8]}, which lies here: {differences}")
-    differing = []
+    differing: list[tuple[str, str]] = []
     for site in sites:
         if site.name != me and (study.root / "sites" / f"{site.name}.toml").is_file():
             local_file = study.load_site(site.name)

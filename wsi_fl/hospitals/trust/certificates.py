@@ -176,7 +176,7 @@ def parse_revocation_list(trusted: str) -> RevocationList:
         ):
             raise ValueError
         number = revocations.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-        keys = {}
+        keys: dict[str, datetime] = {}
         for entry in revocations:
             digest = entry.extensions.get_extension_for_oid(_KEY_EXTENSION).value.public_bytes()
             keys[_format_digest(digest.removeprefix(_OCTETS_PREFIX))] = entry.revocation_date_utc
