@@ -10,6 +10,7 @@ from math import inf
 
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from typer.testing import CliRunner
 
 from wsi_fl.hospitals.transports.transport import Receipt
 from wsi_fl.hospitals.trust.certificates import (
@@ -23,6 +24,13 @@ from wsi_fl.hospitals.trust.sealed_messages import Buffer
 
 NAMES = ("C1", "C2", "C3")
 needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
+
+
+def command(*arguments):
+    """Run a command of `wsi-fl federation` in this process, with --json."""
+    from wsi_fl.cli.main import app
+
+    return CliRunner().invoke(app, ["federation", *map(str, arguments), "--json"])
 
 
 class Federation:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
+import fuzz_peers
 import numpy as np
 import pytest
 import torch
@@ -19,13 +20,10 @@ from conftest import larger_study as make_study
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.tasks import score_predictions
 from wsi_fl.federation import loop
-from wsi_fl.federation.cross_site_evaluation import _CountsDigest, _ScoringOffer
-from wsi_fl.federation.membership import MembershipReply, ResumeState, _ReturnReply
 from wsi_fl.federation.preflight import PreflightDocument
 from wsi_fl.hospitals.trust.sealed_messages import Handshake, MessageHeader
 from wsi_fl.hospitals.work.client import SiteGreeting
 from wsi_fl.learning.local_training import predict_examples, replace_nonfinite
-from wsi_fl.oneshot.secure_aggregation import _HeldSites, _SecretPieces, _SumOffer
 from wsi_fl.oneshot.sync_statistics import StatisticsFile, StatisticsOffer
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run_folder import RunFolder
@@ -37,7 +35,6 @@ from wsi_fl.stages.training.resume import RunRequest, RunState, RunStates, _Fold
 from wsi_fl.stages.training.summary import SummaryRow
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.study.folder import Study
-from wsi_fl.synthesis.stages import mpcpa
 from wsi_fl.system.files import read_lines, write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -114,37 +111,11 @@ def table_of(page):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows if line[:1] == "|"][2:]
 
 
-KINDS = (
-    PreflightDocument,
-    ResumeState,
-    MembershipReply,
-    _ReturnReply,
-    SummaryRow,
-    _RunProposal,
-    _FolderClaim,
-    mpcpa.SizeNotice,
-    _ScoringOffer,
-)
-KINDS += (
-    _CountsDigest,
-    RunState,
-    RunStates,
-    Handshake,
-    MessageHeader,
-    SiteGreeting,
-    _SumOffer,
-    _HeldSites,
-    _SecretPieces,
-    StatisticsOffer,
-    StatisticsFile,
-)
-KINDS += (mpcpa.ImagesNotice, mpcpa.DenoiserNotice, mpcpa.ClassifierNotice)
-
-
 def test_hospitals_disclose_to_each_other_only_what_the_table_lists(finished):
     folders, _ = finished
     listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z0-9_]+)`", what)}
-    assert {key for kind in KINDS for key in get_type_hints(kind)} <= listed
+    kinds = [SummaryRow, *(kind for kind, _ in fuzz_peers.kinds(slow=True))]
+    assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
     for folder in folders:
         documents = read_lines(folder / "gathered.jsonl")
         told = {key for document in documents for key in document}
@@ -162,18 +133,8 @@ def first_numbers():
     return {key for line in rows if line[:3] == "| `" for key in re.findall(r"`([a-z_]+)`", line.split("|")[1])}
 
 
-FIRST = (
-    _RunProposal,
-    _FolderClaim,
-    RunState,
-    RunStates,
-    StatisticsOffer,
-    StatisticsFile,
-    PreflightDocument,
-    Handshake,
-    MessageHeader,
-    SiteGreeting,
-)
+FIRST = (_RunProposal, _FolderClaim, RunState, RunStates, StatisticsOffer, StatisticsFile, PreflightDocument)
+FIRST += (Handshake, MessageHeader, SiteGreeting)
 """What sites tell each other before anything is charged."""
 
 

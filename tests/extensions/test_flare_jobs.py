@@ -12,7 +12,7 @@ from federation_fixtures import needs_flare
 
 from wsi_fl.hospitals.faults import Fault
 from wsi_fl.hospitals.status import collect
-from wsi_fl.hospitals.status.collect import ask_server, make_status, status_lines
+from wsi_fl.hospitals.status.collect import ask_server, collect_state, status_lines
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.hospitals.work import submit as submitting
@@ -159,13 +159,13 @@ def test_status_shows_no_dead_job_as_running_and_reports_why_jobs_failed(query_s
     listed = [("9", "RUNNING"), ("8", "RUNNING"), FAILED, ("6", "FINISHED:ABORTED")]
     server = query_server(Server(status=lambda _: "", at_work=lambda _: ("9",), said=said, listed=listed))
     monkeypatch.setattr(collect, "check_connection", lambda _: [])
-    document = make_status(None, kit)
-    states = {job["id"]: job["status"] for job in document["jobs"]}
+    state = collect_state(None, kit)
+    states = {job["id"]: job["status"] for job in state.jobs}
     assert states == dict(listed) | {"8": "DEAD"}
-    reasons = {job["id"]: job["reason"] for job in document["jobs"]}
+    reasons = {job["id"]: job["reason"] for job in state.jobs}
     assert (reasons["9"], reasons["7"], server.fetched) == (None, why, ["7", "6"])
     assert reasons["8"].startswith("the server was stopped while it ran")
-    print_lines(status_lines(document))
+    print_lines(status_lines(state))
     shown = capsys.readouterr().err
     assert "8: the server was stopped while it ran" in shown and "2026-01-02 03:00" in shown
 

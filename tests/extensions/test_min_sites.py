@@ -58,15 +58,15 @@ def test_over_mpi_too_few_sites_do_not_continue(tmp_path, monkeypatch):
 
 
 def test_a_returned_site_is_reported_with_its_completed_rounds():
-    attended = {"A": [[1, 6]], "B": [[3, 6]], "C": []}
-    rows = [{"site": site, "rounds_completed": rounds} for site, rounds in attended.items()]
+    rows = [
+        {"site": site, "rounds_completed": rounds} for site, rounds in (("A", [[1, 6]]), ("B", [[3, 6]]), ("C", []))
+    ]
     assert list(describe_absences(rows)) == ["B dropped out for a while; it took part in rounds 3 to 6."]
 
 
 def test_the_advice_for_a_dropped_out_site_depends_on_the_transport():
-    lost = {"site": "B", "round": 2, "reason": "killed"}
-    told = {"messages": 0, "bytes": 0, "seconds": 0.0}
-    summary = {"run": "runs/1-x", "sites": [], "losses": [lost], "communication": told, "seconds": 1.0}
+    summary = {"run": "runs/1-x", "sites": [], "losses": [{"site": "B", "round": 2, "reason": "killed"}]}
+    summary |= {"communication": {"messages": 0, "bytes": 0, "seconds": 0.0}, "seconds": 1.0}
     for again in ("", "wsi-fl federation start"):
         said = again or "wsi-fl train --resume runs/1-x"
         assert any(f"it can come back: {said}" in line.text for line in summary_lines(summary, again))

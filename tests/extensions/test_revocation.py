@@ -13,10 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import refused
-from federation_fixtures import Wire, at_once
-from typer.testing import CliRunner
+from federation_fixtures import Wire, at_once, command
 
-from wsi_fl.cli.main import app
 from wsi_fl.hospitals.plans.signed_plan import (
     FederationPlan,
     check_pinned_key,
@@ -100,10 +98,6 @@ def take_part_with_certificate(one, name):
     return install_certificate(one / name / f"certificate-{name}.json", one / name)
 
 
-def command(*arguments):
-    return CliRunner().invoke(app, ["federation", *map(str, arguments), "--json"])
-
-
 def test_a_withdrawn_certificate_is_refused_wherever_one_is_verified(one):
     identity = identity_of(one, "C1")
     said = json.loads(command("revoke", "C1", "--kit", one).stdout)
@@ -156,14 +150,9 @@ def test_an_older_list_never_replaces_a_newer_one_and_only_the_list_is_kept(plac
     kit, evil = Kit.open(one / "coordinator"), (place / "two" / "root" / ROOT_FILE).read_text()
     keys = {key_fingerprint(identity_of(one, name).certificate) for name in ("C1", "C2")}
     assert kit.load_revocation_list().number == 2 and set(parse_revocation_list(trusted_by(one)).keys) == keys
-    assert [
-        kit.update_revocation_list(first),
-        kit.update_revocation_list(second),
-        kit.update_revocation_list(f"{evil}\n{second}"),
-    ] == [False] * 3
-    assert kit.load_revocation_list().text == second and Kit.open(one / "C1").update_revocation_list(
-        f"{second}\n{evil}"
-    )
+    assert not any(kit.update_revocation_list(text) for text in (first, second, f"{evil}\n{second}"))
+    assert kit.load_revocation_list().text == second
+    assert Kit.open(one / "C1").update_revocation_list(f"{second}\n{evil}")
     assert "CERTIFICATE" not in (one / "C1" / "startup" / REVOCATIONS_FILE).read_text()
 
 
@@ -274,16 +263,16 @@ def people(federation):
     return [federation.identity(name) for name in ("C1", "C2", "C2")]
 
 
-def listed(federation, *identities):
-    more = {
-        verify_certificate(one.certificate, one.root).number: key_fingerprint(one.certificate) for one in identities
-    }
+def trusted_without(federation, identity):
+    """The trusted text after an identity was withdrawn."""
+    number = verify_certificate(identity.certificate, identity.root).number
+    more = {number: key_fingerprint(identity.certificate)}
     return f"{federation.root}\n{certificates.extend_revocation_list(federation.root, federation.key, more)}"
 
 
 def test_the_handshake_of_a_withdrawn_key_is_refused(federation, people):
     ends, (good, bad, _) = {}, people
-    knowing = Identity(good.name, good.key, good.certificate, listed(federation, bad))
+    knowing = Identity(good.name, good.key, good.certificate, trusted_without(federation, bad))
     who = {"C1": knowing, "C2": bad}
     met = at_once(lambda name: SecureComm(who[name], ("C1", "C2"), (0, 1), Wire(name, ends), 0.5), who)
     assert "the certificate of C2 was withdrawn" in str(met["C1"]) and isinstance(met["C2"], WsiFlError)
@@ -322,7 +311,7 @@ def test_a_plan_that_names_a_withdrawn_key_is_refused_at_once_and_its_approval_d
 ):
     good, bad, new = people
     sites = [{"name": one.name, "key": key_fingerprint(one.certificate)} for one in (good, bad)]
-    plan, trusted = FederationPlan(json.dumps({"sites": sites})), listed(federation, bad)
+    plan, trusted = FederationPlan(json.dumps({"sites": sites})), trusted_without(federation, bad)
     refused(lambda: check_revoked(plan, trusted, plan.sites), "a key of C2 that was withdrawn", "new plan")
     check_revoked(plan, trusted, ["C1"])  # without it a run can be finished
     knowing = Identity(good.name, good.key, good.certificate, trusted)
@@ -403,9 +392,8 @@ def test_a_new_key_is_signed_by_the_current_one_and_the_old_key_ends(one):
     folder, key = one / "C1", one / "C1" / "startup" / "client.key"
     old = identity_of(one, "C1")
     said = json.loads(command("renew", "--kit", folder, "--new-key").stdout)
-    assert (
-        said["fingerprint"] == create_renewal_request(folder, rotate=True)["fingerprint"]
-    )  # asking again makes no third key
+    again = create_renewal_request(folder, rotate=True)
+    assert said["fingerprint"] == again["fingerprint"]  # asking again makes no third key
     assert identity_of(one, "C1").certificate == old.certificate
     approved = json.loads(command("approve", said["file"], "--kit", one).stdout)
     assert approved["withdrew"]["number"] == 1
@@ -422,9 +410,8 @@ def test_a_new_key_is_signed_by_the_current_one_and_the_old_key_ends(one):
 def test_a_plan_from_before_a_new_key_must_be_replaced(place, one):
     old = identity_of(one, "C1")
     sites = [{"name": "C1", "key": key_fingerprint(old.certificate)}]
-    record_approval(
-        Study(place), FederationPlan(json.dumps({"format": "wsi-fl plan", "version": 1, "sites": sites})), old
-    )
+    plan = FederationPlan(json.dumps({"format": "wsi-fl plan", "version": 1, "sites": sites}))
+    record_approval(Study(place), plan, old)
     approved = approve_request(Path(create_renewal_request(one / "C1", rotate=True)["file"]), one)
     install_certificate(Path(approved["file"]), one / "C1")
     words = "this plan names an older key of C1; ask for a new plan, and sign it"

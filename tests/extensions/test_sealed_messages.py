@@ -45,8 +45,8 @@ def together(identities, work, *, meddle=None, timeout_s=20.0, given=None, lines
     return at_once(be, NAMES, 60)
 
 
-def rounds_of(folder, n=4):
-    """A ring of releases and a gathering per round."""
+def rounds_of(folder, n=4, refusals=None):
+    """A ring of releases and a gathering per round; the reasons of refused messages are added to a list."""
 
     def work(comm):
         me = comm.sites[0]
@@ -59,6 +59,7 @@ def rounds_of(folder, n=4):
             item = Outgoing(me, (me + 1) % 3, 0.5, release)
             (message,) = comm.exchange([item], [((me - 1) % 3, me)], round_=round_, hop=0, size=5)
             heard.append(message.vector.tolist())
+        refusals is None or refusals.extend(comm.refusals)
         return heard, comm.traffic[me].messages, comm.traffic[me].bytes, comm.sent_bytes
 
     return work
@@ -115,17 +116,6 @@ def test_losses_repeats_delays_and_disorder_change_nothing(identities, folder):
     assert len(counts) == 3 and min(counts.values()) > 3
 
 
-def record_refusals(work, refused):
-    """The work, which records the reasons of refused messages at its end."""
-
-    def noted(comm):
-        heard = work(comm)
-        refused.extend(comm.refusals)
-        return heard
-
-    return noted
-
-
 @pytest.mark.parametrize("how", ["head", "signature", "body", "name", "federation"])
 def test_an_altered_or_forged_message_is_refused_and_the_original_accepted(identities, folder, how):
     """C3 writes in the name of C1, a stranger with C1's name does, or a bit was flipped on the way."""
@@ -144,7 +134,7 @@ def test_an_altered_or_forged_message_is_refused_and_the_original_accepted(ident
     def meddle(sender, to, name, letter):
         return [letter] if sender != "C1" or name == "hello" else [forged(letter, to), letter]
 
-    right(together(identities, record_refusals(rounds_of(folder), refused), meddle=meddle))
+    right(together(identities, rounds_of(folder, refusals=refused), meddle=meddle))
     known = {"head": "B1 came, who takes no part", "body": "was altered on its way"}
     said = known.get(how, "was not signed by it")
     assert len([one for one in refused if said in one]) > 3, refused
@@ -163,12 +153,20 @@ def test_a_key_of_another_federation_or_another_than_the_pinned_one_is_never_acc
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [({"version": "9.9"}, "has wsi-fl 9.9"), ({"code": "2" * 64}, "(22222222)")]
+    ("given", "error", "said"),
+    [
+        ({"version": "9.9"}, ReportableError, "has wsi-fl 9.9"),
+        ({"code": "2" * 64}, ReportableError, "(22222222)"),
+        ({"plan": "1" * 64}, PeerTimeout, "for another plan"),
+    ],
 )
-def test_another_version_or_code_ends_the_run_before_training(identities, given, said):
-    found = together(identities, lambda comm: None, given={"C2": given}, timeout_s=6.0)
-    assert all(isinstance(one, ReportableError) for one in found.values())
-    assert any(said in str(one) for one in found.values())
+def test_another_version_or_code_ends_the_run_before_training_and_another_plan_is_awaited(
+    identities, given, error, said
+):
+    timeout_s = 1.0 if error is PeerTimeout else 6.0
+    found = together(identities, lambda comm: None, given={"C2": given}, timeout_s=timeout_s)
+    assert all(isinstance(one, error) for one in found.values())
+    assert any(said in str(one) for one in found.values()), found
 
 
 def test_an_old_handshake_for_another_plan_is_ignored_and_no_site_is_blamed(identities, folder):
@@ -187,14 +185,8 @@ def test_an_old_handshake_for_another_plan_is_ignored_and_no_site_is_blamed(iden
     def meddle(sender, to, name, letter):
         return [old, letter] if name == "hello" and to != "C3" else [letter]
 
-    right(together(identities, record_refusals(rounds_of(folder), refused), meddle=meddle))
+    right(together(identities, rounds_of(folder, refusals=refused), meddle=meddle))
     assert {"a handshake as C3 for another plan (11111111) was ignored"} == set(refused)
-
-
-def test_a_hospital_with_another_plan_is_awaited_and_the_plan_is_named(identities):
-    found = together(identities, lambda comm: None, given={"C2": {"plan": "1" * 64}}, timeout_s=1.0)
-    assert all(isinstance(one, PeerTimeout) for one in found.values())
-    assert any("for another plan" in str(one) for one in found.values()), found
 
 
 def test_a_clock_that_is_wrong_by_a_day_is_named(identities, monkeypatch):
@@ -227,12 +219,12 @@ def test_a_site_whose_clock_was_corrected_begins_again(identities, monkeypatch):
     assert found == dict.fromkeys(NAMES)
 
 
-def test_an_expired_certificate_is_named(federation):
-    identity = federation.identity("C1")
-    for days, words in ((800, ("the certificate of C1 holds from", "request a new")), (-1, ["this clock says"])):
-        now = datetime.now(UTC) + timedelta(days=days)
-        expired = partial(verify_certificate, identity.certificate, federation.root, moment=now)
-        refused(expired, "set the clock", *words, error=NotTrusted)
+@pytest.mark.parametrize(("days", "words"), [(800, "request a new"), (-1, "this clock says")])
+def test_an_expired_certificate_is_named(federation, monkeypatch, days, words):
+    identity, now = federation.identity("C1"), datetime.now(UTC) + timedelta(days=days)
+    monkeypatch.setattr(certificates, "datetime", SimpleNamespace(now=lambda _: now))
+    expired = partial(verify_certificate, identity.certificate, federation.root)
+    refused(expired, "the certificate of C1 holds from", "set the clock", words, error=NotTrusted)
 
 
 def test_a_key_with_a_chosen_exponent_is_refused_everywhere(federation, monkeypatch):
@@ -389,7 +381,7 @@ def test_messages_of_an_earlier_session_are_refused(identities, folder, kept):
     def play_back(sender, to, name, letter):
         return [letter] if name == "hello" else [kept[sender, to, name], letter]
 
-    right(together(identities, record_refusals(rounds_of(folder, 2), refused), meddle=play_back), 2)
+    right(together(identities, rounds_of(folder, 2, refused), meddle=play_back), 2)
     assert any("another session" in one for one in refused)
 
 
@@ -427,7 +419,7 @@ def test_a_site_that_timed_out_has_dropped_out_until_its_newer_handshake():
     assert dropped_sites(one) == []
 
 
-def test_below_the_minimum_dropped_out_sites_are_missing():
+def test_below_the_minimum_dropped_out_sites_are_missing_and_two_halves_never_continue_separately():
     one = membership_of("C1", at_least=3)
     one.mark_dropped_out(["C3"], "silent")
     assert one.missing_sites() == []
@@ -435,13 +427,10 @@ def test_below_the_minimum_dropped_out_sites_are_missing():
     assert one.missing_sites() == ["C3", "C4"]
     one.sealer.latest_handshakes["C4"] = 1.0
     assert one.missing_sites() == []
-
-
-def test_two_halves_never_continue_separately_at_any_minimum_of_sites():
-    for away in (["C3", "C4"], ["C1", "C2"]):
-        one = membership_of(next(name for name in FOUR if name not in away))
-        one.mark_dropped_out(away, "silent")
-        assert one.missing_sites() == away
+    for me, away in (("C1", ["C3", "C4"]), ("C3", ["C1", "C2"])):
+        half = membership_of(me)
+        half.mark_dropped_out(away, "silent")
+        assert half.missing_sites() == away
 
 
 def test_a_site_that_was_left_behind_notices_and_sends_a_later_handshake():
@@ -451,6 +440,8 @@ def test_a_site_that_was_left_behind_notices_and_sends_a_later_handshake():
     assert one.merge_peer_view({"C1": since + 5.0, "C9": 3.0}) and "C9" not in one.dropped_out
     one.mark_dropped_out((), "the others went on")
     assert one.sealer.started_at > since + 5.0 and not one.merge_peer_view({"C1": since + 5.0})
+    needed = membership_of("C1", at_least=None)  # where all are, no site is dropped on the word of a peer
+    assert not needed.merge_peer_view({"C1": 1e11, "C2": 1e11}) and needed.dropped_out == {}
 
 
 def test_a_handshake_after_a_clock_correction_has_the_new_time(monkeypatch):
@@ -463,11 +454,6 @@ def test_a_handshake_after_a_clock_correction_has_the_new_time(monkeypatch):
     assert one.has_clock_jumped()
     one.mark_dropped_out((), "its clock was set")
     assert abs(one.sealer.started_at - real()) < 60 and not one.has_clock_jumped()
-
-
-def test_where_all_sites_are_needed_no_site_is_dropped_on_the_word_of_a_peer():
-    one = membership_of("C1", at_least=None)
-    assert not one.merge_peer_view({"C1": 1e11, "C2": 1e11}) and one.dropped_out == {}
 
 
 def test_membership_does_not_depend_on_the_order_of_messages():

@@ -9,6 +9,7 @@ from hospitals import one_installation  # noqa: F401
 from torch import nn
 
 from wsi_fl.federation import preflight
+from wsi_fl.hospitals.plans import disclosures
 from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
 from wsi_fl.hospitals.plans.review import review_plan
 from wsi_fl.models import IMAGE_BUILDERS, create_model, parameters_digest, weights
@@ -53,9 +54,9 @@ def test_a_name_that_is_looked_up_elsewhere_is_refused_by_every_entry_point(stud
     assert not asked
 
 
-@pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224.augreg_in21k", "efficientnet_b0"])
-def test_plain_names_are_accepted(study, name):
-    assert study.load_pipeline("small", [f"model.proxy='timm:{name}'"]).model.proxy == f"timm:{name}"
+def test_plain_names_are_accepted(study):
+    for name in ("resnet10t", "vit_tiny_patch16_224.augreg_in21k", "efficientnet_b0"):
+        assert study.load_pipeline("small", [f"model.proxy='timm:{name}'"]).model.proxy == f"timm:{name}"
 
 
 MLP = IMAGE_BUILDERS["mlp"]
@@ -98,15 +99,8 @@ def test_a_model_that_changed_after_the_signature_is_not_trained(study, other, w
         site.learners["proxy"].model = other(2, 3, 16)
         refused(lambda: require_signed_model(site, party), "another model than the plan's", error=NoCommonPlan)
     monkeypatch.setitem(IMAGE_BUILDERS, "mlp", other)
-    monkeypatch.setattr("wsi_fl.hospitals.plans.disclosures._measure_model", contents_anew())
+    monkeypatch.setattr(disclosures, "_measure_model", disclosures._measure_model.__wrapped__)  # as in another process
     refused(lambda: review_plan(study, plan, "S0"), words)
-
-
-def contents_anew():
-    """Measure models again, as another process would."""
-    from wsi_fl.hospitals.plans import disclosures
-
-    return disclosures._measure_model.__wrapped__
 
 
 TAIL = {"weights": "", "projection": None, "statistics": {}}
@@ -139,22 +133,8 @@ def test_encoder_digests_are_compared_in_full_and_with_an_earlier_store_by_prefi
     short = f"net sha256:{'a' * 16}; mean 0"
     assert not any(encoder_differences([long, short])) and not any(encoder_differences([short, long, long]))
     assert all(encoder_differences([f"net sha256:{'c' * 16}; mean 0", long]))
-    facts = StatisticsHeader(
-        site="S",
-        data="features",
-        example="patch",
-        encoder=short,
-        n_features=4,
-        classes=["a", "b"],
-        dimensions=2,
-        projection="",
-        unit="row",
-        n=3,
-        sigma=1.0,
-        epsilon=1.0,
-        delta=1e-5,
-        guarantee="guaranteed",
-        digest="0" * 64,
-    )
+    numbers = {"n_features": 4, "dimensions": 2, "n": 3, "sigma": 1.0, "epsilon": 1.0, "delta": 1e-5}
+    words = {"site": "S", "data": "features", "example": "patch", "projection": "", "unit": "row", "digest": "0" * 64}
+    facts = StatisticsHeader(**numbers, **words, encoder=short, classes=["a", "b"], guarantee="guaranteed")
     refuse_mismatch(facts, {"encoder": long}, "S")
     refused(lambda: refuse_mismatch(facts, {"encoder": long.replace("a", "d", 1)}, "S"), "statistics with encoder")

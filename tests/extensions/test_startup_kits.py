@@ -1,6 +1,13 @@
-"""Entry into a federation: request, approval, startup kit; every mismatch is refused in one line."""
+"""Entry into a federation: request, approval, startup kit, and how it reaches its server, directly or by a proxy.
+
+Every mismatch and every obstacle is reported in one line.
+"""
 
 import json
+import socket
+import ssl
+import threading
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -10,13 +17,27 @@ from cryptography import x509
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import NameOID
-from federation_fixtures import needs_flare
-from typer.testing import CliRunner
+from federation_fixtures import command, needs_flare
+from proxies import FORBIDDEN, KNOWN, needs_proxy, proxying
 
-from wsi_fl.cli.main import app
 from wsi_fl.hospitals.trust import provisioning
-from wsi_fl.hospitals.trust.certificates import NotTrusted, verify_certificate
-from wsi_fl.hospitals.trust.kit import Kit, check_connection, find_failed_step, server_address
+from wsi_fl.hospitals.trust.certificates import (
+    NotTrusted,
+    build_request,
+    build_root_certificate,
+    generate_key,
+    issue_certificate,
+    verify_certificate,
+)
+from wsi_fl.hospitals.trust.kit import (
+    Kit,
+    _open_connection,
+    check_connection,
+    find_failed_step,
+    find_proxy,
+    parse_address,
+    server_address,
+)
 from wsi_fl.hospitals.trust.provisioning import create_request, provision_federation
 from wsi_fl.types import WsiFlError
 
@@ -67,22 +88,18 @@ def test_a_fingerprint_that_was_read_out_must_match_and_is_shown_again(federatio
 
 def test_a_new_name_and_a_new_startup_kit_need_a_fingerprint(federation_folder, tmp_path):
     (file, _), kit, root = request_file(tmp_path, "C10"), tmp_path / "C10", federation_folder / "one"
-
-    def says(*arguments):
-        return CliRunner().invoke(app, ["federation", *map(str, arguments), "--json"])
-
     approve = ("approve", file, "--kit", root)
     for more in ((), ("--fingerprint", ""), ("--fingerprint", " : "), ("--fingerprint", "", "--unchecked")):
         assert "have C10 read its fingerprint out by telephone" in error_line(*approve, *more)
     assert "C10" not in (root / "root" / "issued.jsonl").read_text()
-    assert says(*approve, "--unchecked").exit_code == 0
-    assert says(*approve).exit_code == 0  # the key that has the name vouches for itself
+    assert command(*approve, "--unchecked").exit_code == 0
+    assert command(*approve).exit_code == 0  # the key that has the name vouches for itself
     assert "--unchecked" in error_line(*approve, "--fingerprint", "")
     take = ("join", kit / "certificate-C10.json", "--kit", kit)
     for more in ((), ("--fingerprint", "")):
         assert "have the coordinator read the root's fingerprint out" in error_line(*take, *more)
-    assert not (kit / "federation.json").exists() and says(*take, "--unchecked").exit_code == 0
-    assert says(*take).exit_code == 0  # it knows the root
+    assert not (kit / "federation.json").exists() and command(*take, "--unchecked").exit_code == 0
+    assert command(*take).exit_code == 0  # it knows the root
 
 
 @pytest.mark.parametrize(
@@ -121,7 +138,7 @@ def test_a_certificate_that_does_not_match_leaves_the_startup_kit_unchanged(fede
 
 def error_line(*arguments):
     """The one line of a command that fails, on either output stream."""
-    result = CliRunner().invoke(app, ["federation", *map(str, arguments)])
+    result = command(*arguments)
     assert isinstance(result.exception, WsiFlError), result.output
     return str(result.exception)
 
@@ -191,3 +208,150 @@ def test_an_unreachable_server_is_named_and_over_a_folder_no_server_is_needed(fe
     assert [step.what for step in check_connection(kit)] == ["certificate"]
     refused(lambda: server_address(kit), "has no server")
     assert not (kit.path / "startup" / "fed_client.json").exists()
+
+
+PASSWORD = "s:cr@t%"
+WRITTEN = "s%3Acr%40t%25"
+"""As it stands in a URL."""
+
+
+@pytest.fixture(autouse=True)
+def no_proxy_here(monkeypatch):
+    for name in ("https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@contextmanager
+def serve_tls(startup, host="127.0.0.1"):
+    """The port of a server with the key and certificate in a folder, which requires clients of the same root CA."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=startup / "rootCA.pem")
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(startup / "server.crt", startup / "server.key")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+
+    def serve():
+        with suppress(OSError):
+            while True:
+                connection = listener.accept()[0]
+                with suppress(OSError), context.wrap_socket(connection, server_side=True) as secured:
+                    secured.recv(3)
+                    secured.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.close()
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory):
+    """Federations by the address of their server, each with a hospital C1; their ports come later."""
+    folder = tmp_path_factory.mktemp("founded")
+    for name, host in (("straight", "localhost"), ("named", KNOWN), ("six", "[::1]")):
+        provision_federation(folder / name, federation=name, server=f"{host}:1", sites=["C1"])
+    return folder
+
+
+def kit_of(founded, name, port, host=None):
+    """The hospital's startup kit, whose server is at a port."""
+    kit = Kit.open(founded / name / "C1")
+    old = str(kit.document["server"]).rpartition(":")[0]
+    return Kit(kit.path, kit.document | {"server": f"{host or old}:{port}"})
+
+
+def steps_of(kit):
+    return {step.what: (step.ok, step.said) for step in check_connection(kit)}
+
+
+def test_the_default_port_of_a_server_is_that_of_https_and_invalid_addresses_are_refused(tmp_path):
+    made = provision_federation(tmp_path, federation="one", server="fl.example.org")
+    assert made["server"] == "fl.example.org:443"
+    assert server_address(Kit.open(tmp_path / "coordinator")) == ("fl.example.org", 443)
+    for text in ("", "::1", "a:b", "[::1", "[fl]", "a:0", "a:65536", "[::1]:x", "a b:[", "a:1:2"):
+        with pytest.raises(ValueError):
+            parse_address(text)
+
+
+def test_a_device_that_intercepts_tls_is_named(founded, tmp_path):
+    root_key, key = generate_key(), generate_key()
+    root = build_root_certificate(root_key, "Hospital Proxy CA")
+    shown = issue_certificate(build_request(key, "server", "one"), root_key, root, role="server", hosts=("localhost",))
+    for name, text in (("rootCA.pem", root), ("server.crt", shown), ("server.key", key)):
+        (tmp_path / name).write_text(text)
+    with serve_tls(tmp_path) as port:
+        steps = steps_of(kit_of(founded, "straight", port))
+    ok, said = steps["mutual TLS"]
+    assert not ok and "\n" not in said and "opens TLS" in said and "exception" in said
+    said = said.replace("O=one,CN=server", "CN=server,O=one")
+    assert "a certificate for CN=server,O=one, issued by CN=Hospital Proxy CA" in said
+
+
+def test_a_server_of_the_federation_by_another_name_is_no_interception(founded):
+    with serve_tls(founded / "straight" / "server" / "startup") as port:
+        assert find_failed_step(kit_of(founded, "straight", port)) is None
+        said = find_failed_step(kit_of(founded, "straight", port, host="127.0.0.1")).said
+    assert "the server's certificate was refused" in said and "opens TLS" not in said
+
+
+def test_a_server_can_be_reached_by_its_ipv6_address(founded):
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    with serve_tls(founded / "six" / "server" / "startup", "::1") as port:
+        kit = kit_of(founded, "six", port)
+        assert server_address(kit) == ("::1", port)
+        assert [ok for ok, _ in steps_of(kit).values()] == [True] * 4
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """The port of a proxy that requires a password."""
+    with proxying(tmp_path_factory.mktemp("guarded"), PASSWORD) as port:
+        yield port
+
+
+@needs_proxy
+def test_check_goes_through_a_proxy_and_names_it(founded, guarded, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", f"http://user:{WRITTEN}@127.0.0.1:{guarded}")
+    with serve_tls(founded / "named" / "server" / "startup") as port:
+        steps = steps_of(kit_of(founded, "named", port))
+    assert list(steps) == ["certificate", "proxy", "mutual TLS"]
+    assert all(ok for ok, _ in steps.values()), steps
+    assert f"through the proxy 127.0.0.1:{guarded} (HTTPS_PROXY)" in steps["proxy"][1]
+    assert WRITTEN not in str(steps) and PASSWORD not in str(steps)
+
+
+@needs_proxy
+@pytest.mark.parametrize(
+    ("user", "port", "words"),
+    [
+        ("", 1, "asks for a user and a password, or does not take those given (407)"),
+        ("user:wrong@", 1, "does not take those given (407): write it as HTTPS_PROXY=http://USER:PASSWORD@"),
+        (f"user:{WRITTEN}@", FORBIDDEN, f"forbids {KNOWN} port {FORBIDDEN} (403)"),
+        (f"user:{WRITTEN}@", 1, f"does not get through to {KNOWN} port 1 ("),
+    ],
+)
+def test_a_proxy_failure_is_reported_in_one_line(founded, guarded, monkeypatch, user, port, words):
+    monkeypatch.setenv("HTTPS_PROXY", f"http://{user}127.0.0.1:{guarded}")
+    said = find_failed_step(kit_of(founded, "named", port)).said
+    assert said.startswith(f"the proxy 127.0.0.1:{guarded} (HTTPS_PROXY) ") and words in said
+    assert "\n" not in said and "wrong" not in said and WRITTEN not in said
+
+
+def test_a_missing_or_unsupported_proxy_is_named(founded, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", f"http://user:{WRITTEN}@127.0.0.1:1")
+    said = find_failed_step(kit_of(founded, "named", 443)).said
+    assert "the proxy 127.0.0.1:1 (HTTPS_PROXY) cannot be reached" in said and WRITTEN not in said
+    for url in ("socks5://h:1", "https://user:pw@h:1", "http://h:port", "http://:1"):
+        monkeypatch.setenv("HTTPS_PROXY", url)
+        refused(lambda: _open_connection("a.org", 443), "names no proxy that can be used", error=WsiFlError)
+
+
+def test_a_proxy_needs_no_scheme_and_is_not_used_for_hosts_of_no_proxy(monkeypatch):
+    assert find_proxy("fl.example.org") is None
+    monkeypatch.setenv("HTTPS_PROXY", "user:pw@proxy.example.org:3128")
+    monkeypatch.setenv("NO_PROXY", "localhost,.inside.org")
+    assert str(find_proxy("fl.example.org")) == "proxy.example.org:3128"
+    assert "pw" not in repr(find_proxy("fl.example.org"))
+    assert find_proxy("localhost") is find_proxy("fl.inside.org") is None

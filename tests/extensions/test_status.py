@@ -11,21 +11,20 @@ from typing import get_args
 
 import pytest
 from conftest import REAL, larger_study, make_study
+from federation_fixtures import command
 from hospitals import one_installation  # noqa: F401
 from test_error_advice import _parses
 from test_federation_plan import made
 from test_submit import checks, public_summary, submitting, train
-from typer.testing import CliRunner
 
 from wsi_fl import __version__
-from wsi_fl.cli.main import app
 from wsi_fl.hospitals.faults import Fault, FaultCode, mark_fault
 from wsi_fl.hospitals.plans import installed_code
 from wsi_fl.hospitals.plans.build_plan import make_plan
 from wsi_fl.hospitals.plans.review import review_plan, sign_plan
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan
 from wsi_fl.hospitals.status import collect
-from wsi_fl.hospitals.status.collect import collect_state, make_status, status_lines
+from wsi_fl.hospitals.status.collect import collect_state, status_document, status_lines
 from wsi_fl.hospitals.status.next_steps import (
     COMMANDS,
     REMEDIES,
@@ -148,11 +147,12 @@ def test_a_withdrawn_hospital_is_shown_as_withdrawn_and_has_no_steps(founded, tm
     plan = made(founded[1], tmp_path, "proxyfl", "sites=['S0']")
     study = Study(shutil.copytree(founded[1].root, tmp_path / "study"))
     for names in (["S0", "S1"], plan.sites):
-        document = make_status(study, Kit.open(folder / "kits" / "coordinator"))
+        state = collect_state(study, Kit.open(folder / "kits" / "coordinator"))
+        document = status_document(state)
         assert (document["sha256"] == plan.digest) == ("S1" not in names)
         (row,) = [one for one in document["members"] if one["name"] == "S1"]
         assert row["withdrawn_on"].startswith(f"{datetime.now(UTC):%Y-%m-%d}")
-        assert f"withdrawn {datetime.now(UTC):%Y-%m-%d}" in "".join(map(str, status_lines(document)))
+        assert f"withdrawn {datetime.now(UTC):%Y-%m-%d}" in "".join(map(str, status_lines(state)))
         asked = [one for one in document["next"] if "S1" in f"{one['who']} {one['what']}"]
         assert [one["who"] for one in asked] == (["coordinator"] if "S1" in names else [])
         shutil.copy(tmp_path / "plan.json", study.root / "plan.json")
@@ -167,9 +167,9 @@ def test_over_a_folder_a_site_has_timed_out_after_the_waiting_time():
 
 def test_every_kind_of_failure_has_a_remedy_with_valid_commands():
     assert set(REMEDIES) == set(get_args(FaultCode)) - {""}
-    for command in COMMANDS.values():
-        _parses(command.format(kit="K", study="S", plan="P", method="M", founded="F", site="C1", run="R"))
-    assert {command for steps in REMEDIES.values() for _, _, command in steps} <= {*COMMANDS, ""}
+    for line in COMMANDS.values():
+        _parses(line.format(kit="K", study="S", plan="P", method="M", founded="F", site="C1", run="R"))
+    assert {name for steps in REMEDIES.values() for _, _, name in steps} <= {*COMMANDS, ""}
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def kit_of(founded, name):
 
 
 def state_of(founded, name):
-    return collect_state(founded[1], kit_of(founded, name))[0]
+    return collect_state(founded[1], kit_of(founded, name))
 
 
 def test_a_hospital_sees_its_own_status_and_unsent_status_stays_unknown(founded):
@@ -288,27 +288,30 @@ def finished(founded, tmp_path_factory):
         yield kit, study, summary
 
 
-def job_row(status, reason=None, code=""):
-    return empty_entry() | {
-        "id": "job-1",
-        "status": status,
-        "name": "x",
-        "submitted": None,
-        "reason": reason,
-        "code": code,
-    }
+def job_row(status, **why):
+    return empty_entry() | {"id": "job-1", "status": status, "name": "x", "submitted": None} | why
+
+
+def fails(error):
+    """A function that raises the error."""
+
+    def failing(*_):
+        raise error
+
+    return failing
 
 
 def test_the_finished_run_has_its_values_and_its_report_and_the_terminal_agrees(finished, capsys):
     kit, study, summary = finished
-    found = make_status(study, kit)
+    state = collect_state(study, kit)
+    found = status_document(state)
     assert found["run"] == summary["run"] and found["next"][-1]["what"].startswith("done: open result-")
     members = {one["name"]: one for one in found["members"]}
     assert (members["S0"]["connected"], members["S1"]["connected"]) == (True, False)
     row = next(row for row in summary["sites"] if row["site"] == "S1")
     assert members["S1"]["spent"] == pytest.approx(row["lifetime_epsilon"]) and members["S1"]["round"] == 1
     assert json.loads(json.dumps(found)) == found
-    print_lines(status_lines(found))
+    print_lines(status_lines(state))
     said = capsys.readouterr().err
     assert "connected: S0" in said and "next:" in said and "  coordinator: done: open result-" in said
     assert re.search(r"S0 .* yes .*", said) and "finished:completed" in said
@@ -320,8 +323,8 @@ def test_a_failed_job_and_a_dead_server_are_shown_with_their_remedies(finished, 
     log_submission(kit, "job-2", FederationPlan.load(study.root / "plan.json"), {"what": "work"}, ["S0", "S1"])
     log_end(kit, "job-2", reason="any words", fault=Fault("lost", "S1"))
     down = mark_fault(WsiFlError("nobody is there"), "no_route")
-    monkeypatch.setattr(collect, "ask_server", lambda _: (_ for _ in ()).throw(down))
-    found = make_status(study, kit)
+    monkeypatch.setattr(collect, "ask_server", fails(down))
+    found = status_document(collect_state(study, kit))
     whats = [one["what"] for one in found["next"]]
     assert whats[0].startswith("done: open result-") and whats[1].startswith("start the server")
     assert whats[-2:] == ["start again, unless it runs", "go on from the last common round"]
@@ -332,23 +335,18 @@ def test_a_failed_job_and_a_dead_server_are_shown_with_their_remedies(finished, 
 def test_while_a_job_runs_the_next_step_is_to_wait(finished, monkeypatch):
     kit, study, _ = finished
     monkeypatch.setattr(collect, "ask_server", lambda _: (["S0", "S1"], [job_row("RUNNING")]))
-    found = make_status(study, kit)
-    assert found["running"] and found["next"][-1]["what"] == "wait: the hospitals work"
-    dead = job_row("DEAD", "the server was stopped while it ran", "server_stopped")
+    found = collect_state(study, kit)
+    assert found.running and next_steps(found)[-1].what == "wait: the hospitals work"
+    dead = job_row("DEAD", reason="the server was stopped while it ran", code="server_stopped")
     monkeypatch.setattr(collect, "ask_server", lambda _: (["S0", "S1"], [dead]))
-    assert make_status(study, kit)["next"][-1]["command"].endswith("--resume last")
+    assert next_steps(collect_state(study, kit))[-1].command.endswith("--resume last")
 
 
 def test_the_command_prints_the_json_and_fails_without_its_server(founded, finished, tmp_path, monkeypatch):
     root, study, _ = founded
-
-    def command(kit, study):
-        given = ["status", "--kit", kit, "--study", study.root, "--json"]
-        return CliRunner().invoke(app, ["federation", *map(str, given)])
-
-    done = command(root / "kits" / "S0", study)
+    done = command("status", "--kit", root / "kits" / "S0", "--study", study.root)
     assert done.exit_code == 0, done.output
     assert {step["who"] for step in json.loads(done.stdout)["next"]} == {"S0", "S1"}
-    monkeypatch.setattr(collect, "ask_server", lambda _: (_ for _ in ()).throw(WsiFlError("nobody is there")))
-    done = command(finished[0].path, finished[1])
+    monkeypatch.setattr(collect, "ask_server", fails(WsiFlError("nobody is there")))
+    done = command("status", "--kit", finished[0].path, "--study", finished[1].root)
     assert done.exit_code == 1 and json.loads(done.stdout)["trouble"] == ["nobody is there"]

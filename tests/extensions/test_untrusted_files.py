@@ -1,4 +1,7 @@
-"""Files from elsewhere read only themselves, take no more memory than they hold, and never cause a wait."""
+"""Files from elsewhere read only themselves, take no more memory than they hold, and never cause a wait.
+
+Pipes, sockets, devices and folders in place of others' files are reported in one line, and nobody is accused.
+"""
 
 import os
 import signal
@@ -10,6 +13,7 @@ import zlib
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -18,6 +22,9 @@ import torch
 from conftest import make_study, refused
 
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, is_request
+from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
+from wsi_fl.hospitals.trust.root_ca import sync_revocation_list
+from wsi_fl.hospitals.work import start
 from wsi_fl.models.weights import read_weights
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.slides.layouts.common import read_rows
@@ -29,7 +36,7 @@ from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import load_run_pipeline
-from wsi_fl.system.files import read_json, read_lines
+from wsi_fl.system.files import file_lock, read_json, read_lines, remove_abandoned
 from wsi_fl.system.tensors import load_tensors, load_weights
 from wsi_fl.types import WsiFlError
 
@@ -265,9 +272,63 @@ def test_check_names_a_pipe_among_a_site_s_files_and_continues(tmp_path):
     assert len(row["damaged"]) == 1 and f"{path}: is a pipe" in row["damaged"][0] and row["read"] > 1
 
 
-def test_special_files_are_reported_by_their_kind(tmp_path):
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(tmp_path / "s"))
-    refused(partial(read_json, tmp_path / "s"), "is a socket", "ordinary file", error=WsiFlError)
-    listening.close()
-    refused(partial(read_json, Path("/dev/zero")), "is a device", error=WsiFlError)
+def lay_a_socket(path):
+    with socket.socket(socket.AF_UNIX) as listening:
+        here = Path.cwd()
+        os.chdir(path.parent)  # names of sockets are short
+        listening.bind(path.name)
+        os.chdir(here)
+
+
+def lay_a_link_to_a_pipe(path):
+    os.mkfifo(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+ODD = {
+    "pipe": os.mkfifo,
+    "socket": lay_a_socket,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "link to a pipe": lay_a_link_to_a_pipe,
+}
+
+
+@pytest.fixture(params=ODD)
+def special_file(request, tmp_path):
+    """A path of a shared folder with something other than a regular file."""
+    ODD[request.param](tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_a_share_reads_no_special_file(special_file):
+    with pytest.raises((WsiFlError, OSError)):  # a socket cannot even be opened
+        SharedFolder(str(special_file.parent)).read(100, special_file.name)
+
+
+def test_a_special_file_in_place_of_a_plan_is_reported_and_skipped(special_file, monkeypatch, capfd):
+    monkeypatch.setattr(start, "load_preapproval", lambda *_: {"id": "1"})
+    monkeypatch.setattr(start, "admit_plan", lambda *_: pytest.fail("there is no plan"))
+    start._admit_shared_plan(None, SimpleNamespace(name="S0"), str(special_file.parent))
+    said = capfd.readouterr().err
+    assert said.count("\n") <= 1
+    if not special_file.is_socket():
+        assert "plan.json: is no ordinary file" in said
+
+
+def test_a_special_file_in_place_of_a_revocation_list_is_reported_in_one_line(special_file):
+    special_file.rename(special_file.with_name("withdrawn.pem"))
+    kit = SimpleNamespace(update_revocation_list=lambda _: False, load_revocation_list=lambda: SimpleNamespace(text=""))
+    assert "\n" not in sync_revocation_list(kit, str(special_file.parent))
+
+
+def test_files_of_others_are_checked_before_they_are_opened(special_file):
+    kind = "socket" if special_file.is_socket() else "device" if special_file.is_char_device() else "pipe"
+    refused(partial(read_json, special_file), f"is a {kind}", "ordinary file", error=WsiFlError)
+    for read in (FederationPlan.load, lambda path: file_lock(path, "busy").__enter__()):
+        refused(partial(read, special_file), "", error=WsiFlError)
+
+
+def test_abandoned_pipes_are_skipped(tmp_path):
+    os.mkfifo(tmp_path / ".store.1.partial.h5")
+    remove_abandoned(tmp_path / "store.h5")
+    assert (tmp_path / ".store.1.partial.h5").is_fifo()

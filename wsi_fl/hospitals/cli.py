@@ -145,7 +145,7 @@ def plan(
     if root:
         check_revoked(new_plan, root.trust_pem, new_plan.sites)
     facts = {"sha256": new_plan.digest, "sites": new_plan.sites, "most_bytes": new_plan.most_bytes}
-    print_document({"plan": str(out), **facts}, as_json, plan_lines)
+    print_document({"plan": str(out), **facts}, as_json, lambda _: plan_lines(new_plan, out))
 
 
 @app.command()
@@ -207,7 +207,7 @@ def _sign_plan(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: b
         **{key: getattr(review.cost, key) if review.cost else None for key in costs},
         "notes": list(review.notes),
     }
-    print_document(document, as_json, signature_lines)
+    print_document(document, as_json, lambda _: signature_lines(review, study.relative_path(path)))
 
 
 @app.command()
@@ -291,14 +291,14 @@ def _find_signed_plan(study: Study | None = None) -> Path:
 @app.command()
 def status(kit: _KitOption, study: _StudyFolder = None, as_json: Json = False) -> None:
     """Show who takes part, the progress, the jobs, and the next steps with the person for each."""
-    from wsi_fl.hospitals.status.collect import make_status, status_lines
+    from wsi_fl.hospitals.status.collect import collect_state, status_document, status_lines
 
     opened_kit, opened_study = _open_kit(kit), None
     with nullcontext() if study else suppress(UsageError):  # without a study nothing is known of a plan
         opened_study = _load_study(study)
-    document = make_status(opened_study, opened_kit, study_label=str(study or "."))
-    print_document(document, as_json, status_lines)
-    if document["connected"] is None and opened_kit.role == "coordinator" and opened_kit.folder is None:
+    state = collect_state(opened_study, opened_kit, study_label=str(study or "."))
+    print_document(status_document(state), as_json, lambda _: status_lines(state))
+    if state.connected is None and opened_kit.role == "coordinator" and opened_kit.folder is None:
         raise typer.Exit(1)
 
 

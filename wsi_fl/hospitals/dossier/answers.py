@@ -8,12 +8,10 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Formatter
 from typing import Any, TypedDict
 
 from wsi_fl.privacy.accounting import ACCOUNTANT
 
-SHEETS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("answers.toml").read_text("utf-8"))["sheet"]
 _GUARANTEED = "It holds for all trained on, against every attack; counts of test examples, if any left, are exact."
 
 
@@ -33,16 +31,16 @@ class AnswerSheet(TypedDict):
     row: list[_Answer]
 
 
+_SHEETS: list[AnswerSheet] = tomllib.loads(Path(__file__).with_name("answers.toml").read_text("utf-8"))["sheet"]
+
+
 def answer_sheets(dossier: Mapping[str, Any]) -> list[AnswerSheet]:
     """Return the answers to all forms, from the content of a dossier."""
-    facts = {**dossier, **collect_facts(dossier)}
-    return [
-        {"title": sheet["title"], "source": sheet["source"], "row": [_answer_row(row, facts) for row in sheet["row"]]}
-        for sheet in SHEETS
-    ]
+    facts = _drop_unknown({**dossier, **_collect_facts(dossier)})
+    return [{**sheet, "row": [_answer_row(row, facts) for row in sheet["row"]]} for sheet in _SHEETS]
 
 
-def collect_facts(dossier: Mapping[str, Any]) -> dict[str, object]:
+def _collect_facts(dossier: Mapping[str, Any]) -> dict[str, object]:
     """Return the facts that answers may name beside the dossier's own keys; None for unknown ones."""
     plan, accounts, audits = dossier["plan"], dossier["accounts"], dossier["audits"]
     group, limit = dossier["group"], dossier["budget"]["max_epsilon"]
@@ -64,7 +62,6 @@ def collect_facts(dossier: Mapping[str, Any]) -> dict[str, object]:
         "runs": len(accounts),
         "kinds": ", ".join(sorted({release["what"] for release in releases})) or None,
         "accountant": f"{ACCOUNTANT.upper()}; exact for Gaussian sums without sampling",
-        "never": None,
     }
 
 
@@ -72,22 +69,15 @@ def _largest_value(audits: Sequence[Mapping[str, float | None]], key: str) -> fl
     return max((value for audit in audits if (value := audit[key]) is not None), default=None)
 
 
-class _UnknownFact(Exception):
-    pass
+def _drop_unknown(value: Any) -> Any:
+    """Return a document without the keys whose value is None, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _drop_unknown(item) for key, item in value.items() if item is not None}
+    return [_drop_unknown(item) for item in value] if isinstance(value, list) else value
 
 
-class _FactFormatter(Formatter):
-    """Fills places of a text with known facts."""
-
-    def get_field(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        field = super().get_field(name, args, kwargs)
-        if field[0] is None:
-            raise _UnknownFact
-        return field
-
-
-def _answer_row(row: Mapping[str, str], facts: Mapping[str, Any]) -> _Answer:
+def _answer_row(row: Mapping[str, Any], facts: Mapping[str, Any]) -> _Answer:
     try:
-        return {"asks": row["asks"], "complete": True, "says": _FactFormatter().vformat(row["says"], (), facts)}
-    except _UnknownFact:
+        return {"asks": row["asks"], "complete": True, "says": row["says"].format_map(facts)}
+    except KeyError:  # a fact that is not known
         return {"asks": row["asks"], "complete": False, "says": row.get("otherwise", "")}

@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypedDict
 
-from wsi_fl.hospitals.dossier.dossier_page import RunAccount, list_accounts
+from wsi_fl.hospitals.dossier.dossier_page import DOSSIER_TEXTS, RunAccount, list_accounts
+from wsi_fl.hospitals.plans.disclosures import fill_plan_text
 from wsi_fl.hospitals.plans.signed_plan import approval_path
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.oneshot.released_statistics import STATISTICS_RUN
@@ -42,26 +43,19 @@ def write_departure(study: Study, kit: Kit, *, out: Path, delete_approval: bool 
     site, approval = study.load_site(kit.name), approval_path(study, kit.name)
     entries = [entry for entry in LedgerFile(study.ledger_path(site.name)).entries if entry.site == site.name]
     delta = site.delta or next((entry.delta for entry in reversed(entries) if entry.delta), 1e-5)
-    runs = [
-        _describe_release(study, site.name, account)
-        for account in list_accounts(study, site.name, entries, delta, None)
-    ]
+    accounts = list_accounts(study, site.name, entries, delta, None)
+    runs = [_describe_release(study, site.name, account) for account in accounts]
     if delete_approval:
         with kit.lock_kit():  # a process that runs would go on
             approval.unlink(missing_ok=True)
-    approval_note = f"{approval} is there: --delete-approval deletes it"
-    status = approval_note if approval.exists() else "no plan is signed here"
+    facts = {"signed": str(approval) if approval.exists() else "", "ledger": study.ledger_path(site.name)}
+    facts |= {"runs": runs, "site": site.name, "statistics_run": STATISTICS_RUN, "kit": kit.path}
     document: _Departure = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "site": site.name,
         "federation": kit.document["federation"],
         "runs": runs,
-        "says": [
-            *(_describe_remains(site.name, run) for run in runs),
-            f"{status}; without an approval no run starts",
-            f"keep {study.ledger_path(site.name)}: whoever uses these patients again must know what was spent",
-            f"have the coordinator say `wsi-fl federation revoke {site.name} --kit FOUNDED`, then delete {kit.path}",
-        ],
+        "says": fill_plan_text(DOSSIER_TEXTS["departure"], **facts),
     }
     write_json(out, document)
     return document
@@ -88,24 +82,6 @@ def _describe_release(study: Study, site: str, account: RunAccount) -> _Departed
         "method": run.manifest["method"] if run else None,
         "to": [name for name in names if name != site],
     }
-
-
-def _describe_remains(site: str, run: _DepartedRun) -> str:
-    """Describe what of a run stays with others."""
-    name, releases = run["run"].split()[0], run["releases"]
-    if not releases:
-        return f"{name}: nothing has left"
-    kinds, rounds = (
-        ", ".join(sorted({release["what"] for release in releases})),
-        [release["round"] for release in releases],
-    )
-    spent = "no ε holds" if run["epsilon"] is None else f"ε = {run['epsilon']:.2f} per {run['unit']}"
-    others = ", ".join(run["to"]) or "the other sites"
-    others += ", and whoever was given the file," if name == STATISTICS_RUN else ""
-    return (
-        f"{name}: {others} may hold {len(releases)} releases of {site} ({kinds}; rounds "
-        f"{min(rounds)} to {max(rounds)}; {spent}), and models that learned from them; nothing calls them back"
-    )
 
 
 def departure_lines(document: _Departure) -> Lines:

@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from textwrap import wrap
 from typing import Any, TypedDict
 
 from wsi_fl import __version__
@@ -85,11 +84,6 @@ class _AuditResult(TypedDict):
     epsilon_upper: float | None
 
 
-class _Budget(TypedDict):
-    max_epsilon: float | None
-    delta: float
-
-
 class _Risks(TypedDict):
     network: list[dict[str, str]]
     not_protected: list[str]
@@ -119,7 +113,7 @@ class _Dossier(_Risks):
     plan: PlanDocument
     signed: list[str]
     missing: dict[str, str] | None
-    budget: _Budget
+    budget: dict[str, float | None]
     spent: float | None
     group: Group | None
     cost: Mapping[str, Any] | None
@@ -129,44 +123,12 @@ class _Dossier(_Risks):
     answers: list[AnswerSheet]
 
 
-_MAX_LINES = 12
-"""Releases of a run that are shown; the JSON beside the page has all."""
-_MAX_LINE_CHARS = 36
-"""Characters of a line in the drawing."""
-_TEXTS = tomllib.loads(Path(__file__).with_name("dossier.toml").read_text("utf-8"))
+DOSSIER_TEXTS = tomllib.loads(Path(__file__).with_name("dossier.toml").read_text("utf-8"))
 
 
 def _render_page(dossier: Mapping[str, Any]) -> str:
     """Return a dossier's `--json` document as one self-contained HTML document."""
-    context = {
-        "d": dossier,
-        "plan": dossier["plan"],
-        "flow": _describe_flow(dossier),
-        "most_lines": _MAX_LINES,
-        "n_releases": sum(len(account["releases"]) for account in dossier["accounts"]),
-    }
-    return fill_template("dossier", context, Path(__file__).parent)
-
-
-def _describe_flow(dossier: Mapping[str, Any]) -> dict[str, object]:
-    """Return the labels of the data flow drawing: at the hospital, in transit, at the others; and the same in words."""
-    plan, relay_address = dossier["plan"], dossier["network"][0]["to"]
-    others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
-    leaves = [row["what"].partition(" (")[0].partition(":")[0] for row in plan["leaves"]]
-    names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-    private = ["private model"] if any("private model" in text for text in plan["stays"]) else []
-    stays = ["slides, patches, features", "labels and names", *private, "checkpoints", "private key"]
-    relay = "folder" if relay_address.startswith("the folder") else "server"
-    return {
-        "leaves": [line for text in leaves for line in wrap(f"· {text}", _MAX_LINE_CHARS)],
-        "stays": stays,
-        "relay": f"shared {relay}" if relay == "folder" else relay,
-        "others": names or "nobody",
-        "alt": (
-            f"Data flow. In hospital {dossier['site']} stay {', '.join(stays)}. Sealed messages with "
-            f"{', '.join(leaves)} go by the {relay}, which cannot read them, to {names or 'nobody'}. Theirs come back."
-        ),
-    }
+    return fill_template("dossier", {"d": dossier, "plan": dossier["plan"]}, Path(__file__).parent)
 
 
 def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path, for_others: bool = False) -> _Dossier:
@@ -214,10 +176,7 @@ def build_dossier(
     if for_others:
         cost, rows, warning = None, None, warning and "the hospital can say why"
     counted_entries = lifetime_entries(entries, document["privacy"]["unit"]) if site.real else entries
-    group, audits = (
-        _group_epsilon(counted_entries, delta, rows),
-        _list_audits(study, site.name, for_others=for_others),
-    )
+    group, audits = _group_epsilon(counted_entries, delta, rows), _list_audits(study, site.name, for_others=for_others)
     planned_group = (cost or {}).get("lifetime_group") or group
     dossier: _Dossier = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -245,13 +204,11 @@ def build_dossier(
 def _describe_risks(
     plan: PlanDocument, site: SiteFile, kit: Kit | None, group: Group | None, *, audited: bool, for_others: bool
 ) -> _Risks:
-    """Return the connections, the remaining risks, and the draft of an assessment: {"heading", "facts", "gaps"}.
-
-    Args:
-        group: ε of all releases and of the plan for the patient with the most rows.
-        audited: whether a model of the site was attacked by `audit`.
-        for_others: whether this leaves the hospital.
-    """
+    """Return the connections, the risks and the draft of an assessment; `group` is of all releases and of the plan."""
+    host, _, port = str(kit.document.get("server") or "").rpartition(":") if kit else ("", "", "")
+    folder = kit.folder if kit else None
+    if for_others and folder and "://" not in folder:
+        folder = "a path of this hospital"
     facts: dict[str, object] = {
         "plan": plan,
         "privacy": plan["privacy"],
@@ -260,27 +217,19 @@ def _describe_risks(
         "worth": describe_group(group) if group else "",
         "audited": audited,
         "scores": any("scores" in row["allow"] for row in plan["sites"]),
+        "host": f"server {host}" if host else "the coordinator's server",
+        "port": f"TCP {port}" if host else "the server's one TCP port",
     }
-
-    facts["not_protected"] = "\n".join(fill_plan_text(_TEXTS["not_protected"], **facts))
-    facts |= _relay_address(kit)
-    if for_others and facts["folder"] and "://" not in str(facts["folder"]):
-        facts["folder"] = "a path of this hospital"
-    rows = _TEXTS["network"]["folder" if facts["folder"] else "server"]
+    facts["not_protected"] = "\n".join(fill_plan_text(DOSSIER_TEXTS["not_protected"], **facts))
+    facts["folder"] = folder
+    rows = DOSSIER_TEXTS["network"]["folder" if folder else "server"]
     return {
         "network": [{key: "".join(fill_plan_text(text, **facts)) for key, text in row.items()} for row in rows],
-        "not_protected": fill_plan_text(_TEXTS["not_protected"], **facts),
-        "assessment": [part | {"facts": fill_plan_text(part["facts"], **facts)} for part in _TEXTS["assessment"]],
+        "not_protected": fill_plan_text(DOSSIER_TEXTS["not_protected"], **facts),
+        "assessment": [
+            part | {"facts": fill_plan_text(part["facts"], **facts)} for part in DOSSIER_TEXTS["assessment"]
+        ],
     }
-
-
-def _relay_address(kit: Kit | None) -> dict[str, str | None]:
-    """Return the shared folder, or host and port of the server, in words if no kit names them."""
-    if kit is None or not (server := kit.document.get("server")):
-        defaults = {"host": "the coordinator's server", "port": "the server's one TCP port"}
-        return {"folder": kit.folder if kit else None, **defaults}
-    host, _, port = str(server).rpartition(":")
-    return {"folder": kit.folder, "host": f"server {host}", "port": f"TCP {port}"}
 
 
 def _load_ledger(study: Study, plan: FederationPlan, site: SiteFile) -> tuple[Sequence[LedgerEntry], str]:
@@ -313,18 +262,12 @@ def list_accounts(
     """Return the site's releases in each run, the first run first, and their cost."""
     accounts: list[RunAccount] = []
     for run in dict.fromkeys(entry.run_id for entry in entries):
-        lines, bytes_by_round = ([entry for entry in entries if entry.run_id == run], _bytes_by_round(study, site, run))
+        lines, n_bytes = [entry for entry in entries if entry.run_id == run], _bytes_by_round(study, site, run)
         spent = entries_epsilon(lines, delta)
-        releases: list[_ReleaseRow] = [
-            {
-                "round": released_round.number,
-                "what": kind,
-                "sha256": digest,
-                "bytes": bytes_by_round.get(released_round.number),
-                "final": released_round.final,
-            }
-            for released_round in collect_rounds(lines)
-            for kind, digest in released_round.releases.items()
+        releases = [
+            _ReleaseRow(round=sent.number, what=kind, sha256=digest, bytes=n_bytes.get(sent.number), final=sent.final)
+            for sent in collect_rounds(lines)
+            for kind, digest in sent.releases.items()
         ]
         account: RunAccount = {
             "run": lines[0].run,
@@ -350,28 +293,22 @@ def _bytes_by_round(study: Study, site: str, run: str) -> dict[int, int]:
 
 
 def _list_audits(study: Study, site: str, *, for_others: bool = False) -> list[_AuditResult]:
-    """Return `audit`'s results on the models of the site, in every audited run here; intervals are of 95 %.
-
-    For others these are results on models that left.
-    """
-    audits: list[_AuditResult] = []
-    for file in sorted(study.runs_path.glob("*/audit/audit.json")):
-        document = RunFolder(file.parent.parent).read("audit") or {}
-        site_audits = [audit for audit in document.get("sites", ()) if audit["site"] == site]
-        for model in [model for audit in site_audits for model in audit["models"]]:
-            if for_others and model["model"] == "private":
-                continue
-            membership, planted = model["membership"]["own"], model["canaries"] or {}
-            audited: _AuditResult = {
-                "run": str(document["run"]),
-                "model": str(model["model"]),
-                "auroc": membership["auroc"],
-                "interval": membership["interval"],
-                "epsilon_lower": planted.get("epsilon_lower"),
-                "epsilon_upper": planted.get("epsilon_upper"),
-            }
-            audits.append(audited)
-    return audits
+    """Return `audit`'s results on the models of the site, in every audited run here; for others of those that left."""
+    files = sorted(study.runs_path.glob("*/audit/audit.json"))
+    return [
+        {
+            "run": str(document["run"]),
+            "model": str(model["model"]),
+            "auroc": model["membership"]["own"]["auroc"],
+            "interval": model["membership"]["own"]["interval"],
+            "epsilon_lower": (model["canaries"] or {}).get("epsilon_lower"),
+            "epsilon_upper": (model["canaries"] or {}).get("epsilon_upper"),
+        }
+        for document in (RunFolder(file.parent.parent).read("audit") or {} for file in files)
+        for audit in document.get("sites", ())
+        for model in (audit["models"] if audit["site"] == site else ())
+        if not (for_others and model["model"] == "private")
+    ]
 
 
 def _load_signed_cost(study: Study, site: str, plan: FederationPlan) -> Mapping[str, Any] | None:

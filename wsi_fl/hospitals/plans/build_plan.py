@@ -274,13 +274,10 @@ def _plan_privacy(context: RunContext) -> _PlannedPrivacy:
     privacy, train = context.pipeline.privacy, context.pipeline.train
     is_private, site_chosen = costs_epsilon(context.pipeline), privacy.target_epsilon is not None
     is_new_release = is_private and not context.uses_files
-    is_sampled, guarantee = (
-        is_private and not context.method.payload.is_single_release,
-        find_guarantee(context.method, context.pipeline),
-    )
-    facts = {"privacy": privacy, "own": site_chosen, "guarantee": guarantee, "attempts": MAX_ATTEMPTS}
-    facts["by_files"] = context.uses_files
-    says = fill_plan_text(PLAN_TEXTS["texts"]["promise"], beta=loss_weights(context.pipeline).beta, **facts)
+    is_sampled = is_private and not context.method.payload.is_single_release
+    guarantee, beta = find_guarantee(context.method, context.pipeline), loss_weights(context.pipeline).beta
+    facts = {"privacy": privacy, "own": site_chosen, "guarantee": guarantee, "attempts": MAX_ATTEMPTS, "beta": beta}
+    says = fill_plan_text(PLAN_TEXTS["texts"]["promise"], by_files=context.uses_files, **facts)
     return {
         "differential_privacy": is_private,
         "guarantee": guarantee,
@@ -295,9 +292,9 @@ def _plan_privacy(context: RunContext) -> _PlannedPrivacy:
     }
 
 
-def plan_lines(document: dict[str, Any]) -> Lines:
+def plan_lines(plan: FederationPlan, file: Path) -> Lines:
     """Report where a plan is, and what to do with it."""
     yield TextLine(
-        f"{document['plan']}: plan {document['sha256'][:8]} for {', '.join(document['sites'])}; send it to every "
-        f"hospital, which signs it with `wsi-fl federation approve {Path(document['plan']).name} --kit KIT`"
+        f"{file}: plan {plan.digest[:8]} for {', '.join(plan.sites)}; send it to every hospital, which signs it with "
+        f"`wsi-fl federation approve {file.name} --kit KIT`"
     )

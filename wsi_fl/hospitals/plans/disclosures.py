@@ -17,7 +17,7 @@ from wsi_fl.federation.methods import FILES, HUB, Disclosure
 from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.oneshot.released_statistics import open_projection
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS
-from wsi_fl.report.formatting import format_size
+from wsi_fl.report.formatting import describe_detection, format_count, format_size
 from wsi_fl.stages.site.privacy_account import costs_epsilon, find_guarantee
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.target_labels import describe_target, name_outputs
@@ -29,7 +29,7 @@ _SUM_BYTES = 8
 """Of a number in a masked sum."""
 PLAN_TEXTS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("plan.toml").read_text("utf-8"))
 _TEMPLATES = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
-_TEMPLATES.filters["size"] = format_size
+_TEMPLATES.filters |= {"size": format_size, "grouped": format_count, "detected": describe_detection}
 
 
 def fill_plan_text(text: str, **values: Any) -> list[str]:
@@ -115,9 +115,8 @@ def _share_row(context: RunContext, share: Disclosure, shape: Shape | None, n_cl
     rounds, is_masked, is_generator = pipeline.train.rounds, kind == "masked sums", kind == "generator"
     is_mixed = share.timing == "rounds" and share == context.method.round_disclosure
     frequency = kind if is_released else "tried" if is_masked else "mixed" if is_mixed else share.timing
-    protection = (
-        kind if is_released or is_generator else "leave" if share.is_unprotected(costs_epsilon(pipeline)) else "dp"
-    )
+    protection = "leave" if share.is_unprotected(costs_epsilon(pipeline)) else "dp"
+    protection = kind if is_released or is_generator else protection
     model, part = _role_architecture(context, share.role), pipeline.model.train
     model += "" if part == "all" else f", model.train = {part}"
     return {
@@ -217,20 +216,12 @@ class DataDescription(TypedDict):
     says: str
 
 
-_FROM_STORE = "As a store has it where this plan was made; the stores of all sites must agree."
-_FROM_SETTINGS = "As `wsi-fl tile` makes stores with these settings; the hospitals' stores must agree."
-_WITHOUT_STORE = (
-    "No store was there when this plan was made. The hospitals' stores must agree on the encoder, its weights, "
-    "the number of features and the classes; the sites compare them before anything is trained."
-)
-
-
 def find_odd_key(data: DataDescription, context: RunContext) -> str:
     """Return the first key of a plan's data description that is invalid; "" for none.
 
     A plan may leave to the stores only what they alone determine, and must not add its own words.
     """
-    if data["says"] not in (_FROM_STORE, _FROM_SETTINGS, _WITHOUT_STORE):
+    if data["says"] not in PLAN_TEXTS["says"].values():
         return "says"
     if context.hooks.uses_projection and data["projection"] is None:
         return "projection"
@@ -252,22 +243,20 @@ def describe_data(context: RunContext) -> DataDescription:
     pipeline = context.pipeline
     if pipeline.train.data == "patches":
         shape = Images(3, pipeline.train.input_px or pipeline.tile.size_px)
-        return _build_description(context, list(CLASSES), shape, None, _FROM_SETTINGS)
+        return _build_description(context, list(CLASSES), shape, None, "settings")
     diagnoses = sorted({diagnosis for names in pipeline.subtypes.values() for diagnosis in names})
     outputs = list(name_outputs(pipeline.target)) if pipeline.target.is_set else diagnoses
-    return _build_description(context, outputs or None, None, pipeline.encoder_settings.encoder, _WITHOUT_STORE)
+    return _build_description(context, outputs or None, None, pipeline.encoder_settings.encoder, "nothing")
 
 
 def describe_store(context: RunContext, site: str) -> DataDescription:
     """Return the training data of a run's models, from the store of one site."""
     data = context.open_data(site)
-    return _build_description(
-        context, list(data.classes), data.shape, data.describe_inputs().get("encoder"), _FROM_STORE
-    )
+    return _build_description(context, list(data.classes), data.shape, data.describe_inputs().get("encoder"), "store")
 
 
 def _build_description(
-    context: RunContext, classes: list[str] | None, shape: Shape | None, encoder: str | None, says: str
+    context: RunContext, classes: list[str] | None, shape: Shape | None, encoder: str | None, origin: str
 ) -> DataDescription:
     pipeline = context.pipeline
     return {
@@ -282,7 +271,7 @@ def _build_description(
         "weights": _weights_digest(context, shape),
         "parameters": _parameters_digest(context, shape, classes),
         "projection": _projection_label(context),
-        "says": says,
+        "says": PLAN_TEXTS["says"][origin],
     }
 
 
@@ -308,12 +297,9 @@ def _weights_digest(context: RunContext, shape: Shape | None) -> str | None:
 def _projection_label(context: RunContext) -> str | None:
     if not context.hooks.uses_projection:
         return None
-    projection = context.pipeline.model.projection
-    return (
-        f"{projection} random ones"
-        if isinstance(projection, int)
-        else open_projection(context.study, projection).digest
-    )
+    if isinstance(projection := context.pipeline.model.projection, int):
+        return f"{projection} random ones"
+    return open_projection(context.study, projection).digest
 
 
 def input_shape(data: DataDescription) -> Shape | None:

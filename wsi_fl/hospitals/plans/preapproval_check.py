@@ -121,21 +121,16 @@ def add_codes(approval: StandingApproval, codes: Sequence[str] = ()) -> Standing
 
 def _method_terms(study: Study, review: PlanReview, method: str) -> dict[str, list[Any]]:
     """Return the terms of a plan with another method."""
-    local_file = study.load_site(review.site)
-    files = tuple(
-        local_file if site_file.name == local_file.name else site_file
-        for site_file in parse_site_files(review.document)
-    )
+    local_file, site = study.load_site(review.site), review.site
+    files = tuple(local_file if file.name == site else file for file in parse_site_files(review.document))
     pipeline = adapt_settings(method, study, review.plan.pipeline())
     with RunContext(study, pipeline, method, RunFolder(study.runs_path / "plan"), files) as context:
         if not context.method.disclosures:
             raise UsageError(f"{method} shares nothing between hospitals and needs no standing approval")
-        if not context.has_store(local_file.name):
-            raise UsageError(
-                f"the store of {local_file.name} is not on this machine; sign a standing approval where it is"
-            )
-        data, leaves = describe_store(context, local_file.name), list_disclosures(context, None, None)
-        return _plan_terms(review.document, review.plan, local_file.name, method, data, leaves)
+        if not context.has_store(site):
+            raise UsageError(f"the store of {site} is not on this machine; sign a standing approval where it is")
+        data, leaves = describe_store(context, site), list_disclosures(context, None, None)
+        return _plan_terms(review.document, review.plan, site, method, data, leaves)
 
 
 def _plan_terms(
@@ -147,10 +142,8 @@ def _plan_terms(
     leaves: Sequence[PlannedDisclosure],
 ) -> dict[str, list[Any]]:
     """Return a plan's terms that a standing approval limits: what its models see, and what would leave a site."""
-    privacy, local_row = (
-        plan.pipeline().privacy,
-        next(site_row for site_row in document["sites"] if site_row["name"] == site),
-    )
+    privacy = plan.pipeline().privacy
+    local_row = next(site_row for site_row in document["sites"] if site_row["name"] == site)
     guarantee, suffix = document["privacy"]["guarantee"], ", without differential privacy"
     kinds = {
         row["what"].partition(" (")[0] + (suffix if row["protected_by"].startswith("no diff") else "")
@@ -171,7 +164,7 @@ def _plan_terms(
     }
 
 
-def explain_text_rejection(approval: StandingApproval, plan: FederationPlan, today: date, n_admitted: int) -> str:
+def _explain_text_rejection(approval: StandingApproval, plan: FederationPlan, today: date, n_admitted: int) -> str:
     """Return in one line how a plan's own text exceeds a standing approval today, in UTC; "" if it does not.
 
     Nothing else is read, built or fetched, so the line may be disclosed.
@@ -195,33 +188,25 @@ def explain_text_rejection(approval: StandingApproval, plan: FederationPlan, tod
 
 def _explain_order(approval: StandingApproval, plan: FederationPlan) -> str:
     """Return in one line that a plan's sites are ordered otherwise than approved (the first sees most), or ""."""
-    agreed = [
-        name for name in (partner.split(" ")[0] for partner in approval["allows"]["partners"]) if name in plan.sites
-    ]
-    return (
-        ""
-        if plan.sites == agreed
-        else f"order: {', '.join(plan.sites)}, where the standing approval has {', '.join(agreed)}"
-    )
+    approved = [partner.split(" ")[0] for partner in approval["allows"]["partners"]]
+    if plan.sites == (agreed := [name for name in approved if name in plan.sites]):
+        return ""
+    return f"order: {', '.join(plan.sites)}, where the standing approval has {', '.join(agreed)}"
 
 
 def _explain_setting(approval: StandingApproval, plan: FederationPlan) -> str:
     """Return in one line the first setting of a plan that differs more than it may; "" for none."""
-    approved_settings, plan_settings = (
-        settings_by_key(approval["settings"][plan.method]),
-        settings_by_key(str(plan.document["settings"])),
-    )
+    approved_settings = settings_by_key(approval["settings"][plan.method])
+    plan_settings = settings_by_key(str(plan.document["settings"]))
     for key in dict.fromkeys([*approved_settings, *plan_settings]):
         approved_value, plan_value = approved_settings.get(key), plan_settings.get(key)
         also, fits = _VARIABLE_SETTINGS.get(key, ("", lambda first, second: first == second))
         if not fits(plan_value, approved_value):
-            limit = f"{_format_setting(approved_value)}{f' {also}' if also else ''}"
-            return f"{key}: {_format_setting(plan_value)}, where the standing approval has {limit}"
+            planned, limit = (
+                "a table" if isinstance(value, dict) else format_value(value) for value in (plan_value, approved_value)
+            )
+            return f"{key}: {planned}, where the standing approval has {limit}{also and f' {also}'}"
     return ""
-
-
-def _format_setting(value: object) -> str:
-    return "a table" if isinstance(value, dict) else format_value(value)
 
 
 def _explain_excess(
@@ -232,28 +217,16 @@ def _explain_excess(
     *,
     unknown: bool = False,
 ) -> str:
-    """Return in one line the first term of a plan that a standing approval does not allow; "" for none.
-
-    Args:
-        data: what the plan's models see, by the plan or a store.
-        unknown: whether the plan may leave open what only stores determine.
-    """
-    allows = approval["allows"]
-    for key, values in _plan_terms(
-        document, plan, approval["site"], document["method"], data, document["leaves"]
-    ).items():
-        known_values = [
-            value for value in values if not (unknown and value is None and key in DataDescription.__annotations__)
-        ]
-        if excess := [
-            value
-            for value in known_values
-            if not any(is_alike(key, value, approved_value) for approved_value in allows[key])
-        ]:
-            return (
-                f"{key}: {format_value(excess[0])}, where the standing approval has "
-                f"{'; '.join(map(format_value, allows[key])) or 'none'}"
-            )
+    """Return in one line the first term of a plan that is not allowed; `unknown` ones may be left to the stores."""
+    terms = _plan_terms(document, plan, approval["site"], document["method"], data, document["leaves"])
+    for key, values in terms.items():
+        approved_values = approval["allows"][key]
+        for value in values:
+            if unknown and value is None and key in DataDescription.__annotations__:
+                continue
+            if not any(is_alike(key, value, approved_value) for approved_value in approved_values):
+                limit = "; ".join(map(format_value, approved_values)) or "none"
+                return f"{key}: {format_value(value)}, where the standing approval has {limit}"
     return ""
 
 
@@ -293,7 +266,7 @@ def admit_plan(study: Study, identity: Identity, plan: FederationPlan) -> None:
 
     n_admitted = len(list_admitted_plans(study, approval["id"]))
     try:
-        reason = explain_text_rejection(approval, plan, datetime.now(UTC).date(), n_admitted)
+        reason = _explain_text_rejection(approval, plan, datetime.now(UTC).date(), n_admitted)
     except Exception as error:  # of a text that is no plan
         report(f"{plan_label} was refused: {single_line(error)}")
         raise UsageError(f"{plan_label} is damaged; ask for it again") from None

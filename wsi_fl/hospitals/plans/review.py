@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from wsi_fl.hospitals.plans.build_plan import (
     render_plan_text,
     site_disclosures,
 )
-from wsi_fl.hospitals.plans.disclosures import DataDescription, describe_store, find_odd_key
+from wsi_fl.hospitals.plans.disclosures import PLAN_TEXTS, DataDescription, describe_store, fill_plan_text, find_odd_key
 from wsi_fl.hospitals.plans.installed_code import check_code_version
 from wsi_fl.hospitals.plans.preapproval import StandingApproval, preapproval_entries
 from wsi_fl.hospitals.plans.signed_plan import (
@@ -43,7 +42,7 @@ from wsi_fl.oneshot.sync_statistics import load_local_statistics
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, collect_mechanisms, reportable_max_tpr
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.report.formatting import describe_detection, format_count, format_size
+from wsi_fl.report.formatting import format_size
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
 from wsi_fl.stages.site.privacy_account import (
@@ -292,37 +291,16 @@ def _collect_notes(
         differences = "; ".join(describe_changes(earlier_plan, plan)) or "no difference in its terms"
         if earlier_plan.digest != plan.digest:
             notes.append(f"compared with plan {earlier_plan.digest[:8]}, which lies here: {differences}")
-    if cost is None:
-        notes.append(
-            f"the store of {me} is not on this machine, so what the plan costs here was not computed; sign where it is"
-        )
-    elif cost.unit == "row" and cost.epsilon is not None and cost.group is None:
-        notes.append(f"ε is per row, and the store of {me} names no patients, so its value for a patient is not known")
-    rounds = plan.document["rounds"]
-    if cost is not None and cost.rounds < rounds:
-        notes.append(
-            f"your max_epsilon is enough for {cost.rounds} of {rounds} rounds; then {me} leaves and the others go on"
-        )
-    if len(plan.keys) < len(sites):
-        notes.append(
-            "the plan pins no keys, so whoever holds the federation's root key can speak for any site; have it made "
-            "with `federation plan --kit FOUNDED`"
-        )
-    if plan.method == STATISTICS_RUN and not plan.pipeline().train.from_released and _has_released_before(study, me):
-        notes.append(
-            f"{me} has released class statistics before; this plan makes new ones, which cost ε again. Existing ones "
-            "there are sent for nothing by a plan of `federation plan --method oneshot --set train.from_released=true`"
-        )
+    differing: list[tuple[str, str]] = []
     for site in sites:
-        if site.name == me or not (study.root / "sites" / f"{site.name}.toml").is_file():
-            continue
-        local_file = study.load_site(site.name)
-        if other := [key for key in SITE_TERMS if getattr(local_file, key) != getattr(site, key)]:
-            notes.append(
-                f"sites/{site.name}.toml says another {other[0]} than the plan; remove the file to take what the plan "
-                "says"
-            )
-    return notes
+        if site.name != me and (study.root / "sites" / f"{site.name}.toml").is_file():
+            local_file = study.load_site(site.name)
+            other_keys = [key for key in SITE_TERMS if getattr(local_file, key) != getattr(site, key)]
+            differing += [(site.name, key) for key in other_keys[:1]]
+    makes_statistics = plan.method == STATISTICS_RUN and not plan.pipeline().train.from_released
+    is_repeated, pins_all = makes_statistics and _has_released_before(study, me), len(plan.keys) >= len(sites)
+    facts = {"me": me, "cost": cost, "rounds": plan.document["rounds"], "differing": differing, "pins_all": pins_all}
+    return notes + fill_plan_text(PLAN_TEXTS["review"]["notes"], releases_again=is_repeated, **facts)
 
 
 def _has_released_before(study: Study, site: str) -> bool:
@@ -384,35 +362,14 @@ def _describe_permissions(site: PlannedSite) -> str:
         return "nothing; it receives"
     if not site["real"]:
         return "everything without DP"
-    kinds = site["allow"]
-    without_privacy = ", ".join(kind for kind in kinds if kind != "shared")
-    parts = [f"{without_privacy} without DP"] if without_privacy else ["nothing without DP"]
-    return "; ".join([*parts, *(["shared noise"] if "shared" in kinds else [])])
+    without_privacy = ", ".join(kind for kind in site["allow"] if kind != "shared")
+    return f"{without_privacy or 'nothing'} without DP" + ("; shared noise" if "shared" in site["allow"] else "")
 
 
 def describe_cost(cost: PlanCost) -> str:
     """Describe in one sentence what a plan costs a hospital."""
-    subject = f"{format_count(cost.n_units)} {'patients' if cost.unit == 'patient' else 'rows'} at your hospital"
-    if cost.epsilon is None or cost.lifetime_epsilon is None:
-        reason = "there is no differential privacy" if cost.n_units else "nothing of its records leaves it"
-        return f"{subject}: no ε is spent, for {reason}"
     limit = "no limit" if cost.max_epsilon is None else f"{cost.max_epsilon:g}"
-    if cost.letter is not None:
-        return (
-            f"{subject}: sends the class statistics that it released (ε = {cost.letter:.2f} at δ = {cost.delta:g}); "
-            f"nothing more is spent, and everything spent before is {cost.lifetime_epsilon:.2f} of {limit}"
-        )
-    sentence = (
-        f"{subject}: all rounds cost ε = {cost.epsilon:.2f} at δ = {cost.delta:g}; with everything spent before "
-        f"{cost.lifetime_epsilon:.2f} of {limit}"
-    )
-    if (max_total := cost.most_epsilon) is not None:
-        sentence += f"; a sum that a site spoils is tried again, {MAX_ATTEMPTS} times in all at ε = {max_total:.2f}"
-    return (
-        sentence
-        if cost.max_tpr_at_fpr_1pct is None
-        else f"{sentence}; {describe_detection(cost.max_tpr_at_fpr_1pct, cost.unit)}"
-    )
+    return fill_plan_text(PLAN_TEXTS["review"]["cost"], cost=cost, limit=limit, attempts=MAX_ATTEMPTS)[0]
 
 
 def _describe_patient_epsilon(cost: PlanCost) -> str:
@@ -430,9 +387,8 @@ def describe_excess(cost: PlanCost | None) -> str:
     return f"{_describe_patient_epsilon(cost)}, which is above your max_epsilon = {cost.max_epsilon:g}"
 
 
-def signature_lines(document: dict[str, Any]) -> Lines:
-    """Report where the approval is, and what to do with it."""
+def signature_lines(review: PlanReview, approval: str) -> Lines:
+    """Report where the approval of a signed plan is, and what to do with it."""
     yield TextLine(
-        f"{document['site']} signed plan {document['plan'][:8]}; send {document['approval']} to the coordinator, then "
-        "start your kit"
+        f"{review.site} signed plan {review.plan.digest[:8]}; send {approval} to the coordinator, then start your kit"
     )

@@ -107,12 +107,9 @@ class FederationPlan:
         return validate_model(pipeline_model(), _parse_settings(str(self.document["settings"])), "plan")
 
 
-def _parse_settings(text: str) -> dict[str, Any]:
-    """Return the settings of a plan from its untrusted TOML text; UsageError for any other text.
-
-    Parsing TOML can cost much memory and time, so lines that plans never contain are refused unread.
-    """
-    try:
+def _parse_settings(text: str) -> dict[str, object]:
+    """Return the settings of a plan from its untrusted TOML text; UsageError for any other text."""
+    try:  # parsing TOML can cost much memory and time, so lines that plans never contain are refused unread
         for line in text.split("\n"):
             bare = _TOML_STRING.sub("\0", line)
             if bare.count(".") > _MAX_DOTS or any(character in bare for character in ("'", '"', "\0\0")):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import cast
 
 from wsi_fl import __version__
 from wsi_fl.federation.documents import ProtocolError
@@ -21,7 +21,7 @@ from wsi_fl.hospitals.faults import Fault, find_fault
 from wsi_fl.hospitals.flare import jobs
 from wsi_fl.hospitals.plans.installed_code import check_code_version
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, check_site_terms, collect_approvals, plan_path
-from wsi_fl.hospitals.status.next_steps import FederationMember, FederationState, Trouble, next_steps
+from wsi_fl.hospitals.status.next_steps import FederationMember, FederationState, JobRow, Trouble, next_steps
 from wsi_fl.hospitals.transports.folder_transport import list_messages
 from wsi_fl.hospitals.trust.certificates import NotTrusted, Role, parse_revocation_list, verify_certificate
 from wsi_fl.hospitals.trust.kit import Kit, check_connection
@@ -41,61 +41,8 @@ _ROUND = re.compile(r"x(\d+)\.\d")
 _HEADINGS = ["who", "certificate", "version", "signed", "connected", "round", "last heard", "ε spent"]
 
 
-class _MemberStatus(TypedDict):
-    """A `FederationMember`, with times as ISO 8601."""
-
-    name: str
-    role: Role
-    until: str | None
-    withdrawn_on: str | None
-    version: str | None
-    signed: bool | None
-    withdrawn: bool | None
-    connected: bool | None
-    round: int | None
-    heard: str | None
-    spent: float | None
-    budget: float | None
-
-
-class _JobRow(LoggedJob):
-    """A job as the server and the kit know it."""
-
-    id: str
-    name: str | None
-    status: str
-    submitted: float | str | None
-
-
-class _FederationStatus(TypedDict):
-    """What is known here of a federation.
-
-    Attributes:
-        connected: hospitals that answer the server; None without a server, or if it was not asked.
-        jobs: the newest jobs on the server.
-        plan, sha256, method, rounds, running, run, report: of the newest plan, its job and its finished run; "" for
-            what is not there.
-        members: of the federation, see `FederationMember`; None for unknown values.
-        trouble: failures while this was collected, a line each.
-        next: the next steps: who, what, and the command that does it.
-    """
-
-    connected: list[str] | None
-    jobs: list[_JobRow]
-    plan: str
-    sha256: str
-    method: str
-    rounds: int
-    running: bool
-    run: str
-    report: str
-    members: list[_MemberStatus]
-    trouble: list[str]
-    next: list[dict[str, str]]
-
-
-def make_status(study: Study | None, kit: Kit, *, study_label: str = ".") -> _FederationStatus:
-    """Return what is known here of a federation, and the next steps.
+def collect_state(study: Study | None, kit: Kit, *, study_label: str = ".") -> FederationState:
+    """Return what is known here of a federation.
 
     Nothing is sent to any hospital. A server is asked for clients and jobs, and a folder is listed; only the lock that
     shows whether a kit is in use is written.
@@ -103,77 +50,63 @@ def make_status(study: Study | None, kit: Kit, *, study_label: str = ".") -> _Fe
     Args:
         study: where the plan lies; None if there is none.
         kit: a coordinator's or a hospital's.
-        study_label: the study, as the commands of the steps name it.
+        study_label: the study, as the commands of the next steps name it.
     """
-    facts, connected, rows = collect_state(study, kit)
-    facts.study = study_label if study else ""
-    return {
-        "connected": connected,
-        "jobs": rows,
-        "plan": facts.plan,
-        "sha256": facts.sha256,
-        "method": facts.method,
-        "rounds": facts.rounds,
-        "running": facts.running,
-        "run": facts.run,
-        "report": facts.report,
-        "members": [_format_member(member) for member in facts.members.values()],
-        "trouble": [trouble.text for trouble in facts.troubles],
-        "next": [step._asdict() for step in next_steps(facts)],
-    }
-
-
-def _format_member(member: FederationMember) -> _MemberStatus:
-    fields = asdict(member).items()
-    texts = {k: v.isoformat(timespec="seconds") if isinstance(v, datetime) else v for k, v in fields}
-    return cast(_MemberStatus, texts)
-
-
-def collect_state(study: Study | None, kit: Kit) -> tuple[FederationState, list[str] | None, list[_JobRow]]:
-    """Return what is known here of a federation, the hospitals that answer its server, and the server's jobs."""
     path, plan = (_find_newest_plan(study) if study else None) or (None, None)
-    facts = FederationState({member.name: member for member in _list_members(kit, plan)})
-    facts.me, facts.kit, facts.over = kit.name, str(kit.path), "folder" if kit.folder else "server"
-    connected: list[str] | None = None
-    rows: list[_JobRow] = []
+    state = FederationState({member.name: member for member in _list_members(kit, plan)})
+    state.me, state.kit, state.over = kit.name, str(kit.path), "folder" if kit.folder else "server"
+    state.study = study_label if study else ""
     if study is not None and path is not None and plan is not None:
-        facts.plan, facts.sha256, facts.method = study.relative_path(path), plan.digest, plan.method
-        facts.sites = tuple(plan.sites)
-        facts.rounds, facts.patience_s = int(plan.document["rounds"]), plan.pipeline().comm.timeout_s
-    _collect_kit_state(facts, kit)
-    if kit.role == "coordinator" and kit.folder is None:
-        try:
-            connected, rows = ask_server(kit)
-            for site in facts.sites:
-                facts.note_member(site, connected=site in connected)
-        except WsiFlError as error:
-            facts.troubles.append(Trouble(str(error), find_fault(error)))
+        state.plan, state.sha256, state.method = study.relative_path(path), plan.digest, plan.method
+        state.sites = tuple(plan.sites)
+        state.rounds, state.patience_s = int(plan.document["rounds"]), plan.pipeline().comm.timeout_s
+    _collect_kit_state(state, kit)
+    with _noting_trouble(state):
+        if kit.role == "coordinator" and kit.folder is None:
+            state.connected, state.jobs = ask_server(kit)
+            for site in state.sites:
+                state.note_member(site, connected=site in state.connected)
     if study is not None and plan is not None:
         if kit.role == "coordinator":
-            _collect_job_progress(facts, study, plan, kit, rows)
-        collectors: list[Callable[[FederationState, Study, FederationPlan, Kit], None]] = [_collect_signatures]
-        collectors += [_collect_own_run, _collect_folder_status, _collect_ledger_status]
-        for collect in collectors:
-            try:
-                collect(facts, study, plan, kit)
-            except WsiFlError as error:  # the other parts are collected all the same
-                facts.troubles.append(Trouble(str(error), find_fault(error)))
-    facts.troubles = list({trouble.text: trouble for trouble in facts.troubles}.values())
-    return facts, connected, rows
+            _collect_job_progress(state, study, plan, kit)
+        for collect in (_collect_signatures, _collect_own_run, _collect_folder_status, _collect_ledger_status):
+            with _noting_trouble(state):  # the other parts are collected all the same
+                collect(state, study, plan, kit)
+    state.troubles = list({trouble.text: trouble for trouble in state.troubles}.values())
+    return state
 
 
-def ask_server(kit: Kit) -> tuple[list[str], list[_JobRow]]:
+@contextmanager
+def _noting_trouble(state: FederationState) -> Iterator[None]:
+    try:
+        yield
+    except WsiFlError as error:
+        state.troubles.append(Trouble(str(error), find_fault(error)))
+
+
+def status_document(state: FederationState) -> dict[str, object]:
+    """Return the content of `status --json`: a federation's state, with times as ISO 8601, and the next steps."""
+    keys = ("connected", "jobs", "plan", "sha256", "method", "rounds", "running", "run", "report")
+    members = [
+        {k: v.isoformat(timespec="seconds") if isinstance(v, datetime) else v for k, v in asdict(member).items()}
+        for member in state.members.values()
+    ]
+    trouble, steps = [trouble.text for trouble in state.troubles], [step._asdict() for step in next_steps(state)]
+    return {**{key: getattr(state, key) for key in keys}, "members": members, "trouble": trouble, "next": steps}
+
+
+def ask_server(kit: Kit) -> tuple[list[str], list[JobRow]]:
     """Return the hospitals that are connected and answer, and the newest jobs with the kit's own entries of them.
 
     A reason that the kit did not know yet is recorded there.
     """
     connected, job_log = jobs.list_connected(kit), load_job_log(kit)
-    rows: list[_JobRow] = []
+    rows: list[JobRow] = []
     for row in jobs.list_jobs(kit, [number for number, entry in job_log.items() if entry["reason"]]):
         entry = job_log.get(row["id"], empty_entry())
         if row["reason"] and row["id"] in job_log and row["status"] != "DEAD":
             log_end(kit, row["id"], reason=row["reason"], fault=Fault(row["code"], row["site"]))
-        rows.append(cast(_JobRow, {**entry, **row} if row["reason"] else {**row, **entry}))
+        rows.append(cast(JobRow, {**entry, **row} if row["reason"] else {**row, **entry}))
     return connected, rows
 
 
@@ -253,9 +186,7 @@ def _collect_own_run(facts: FederationState, study: Study, plan: FederationPlan,
             _note_finished_run(facts, cast(Summary, summary), page)
 
 
-def _collect_job_progress(
-    facts: FederationState, study: Study, plan: FederationPlan, kit: Kit, rows: list[_JobRow]
-) -> None:
+def _collect_job_progress(facts: FederationState, study: Study, plan: FederationPlan, kit: Kit) -> None:
     """Collect the coordinator's jobs and results."""
     summaries = sorted(study.root.glob("*/summary.json"), key=lambda path: path.stat().st_mtime)
     for key, entry in load_job_log(kit).items():
@@ -266,15 +197,14 @@ def _collect_job_progress(
             summary: Summary | None = read_json(file)
             if isinstance(summary, dict) and summary.get("run") == entry["run"]:
                 _note_finished_run(facts, summary, study.relative_path(file.with_name("report.html")))
-    for row in rows:
+    for row in facts.jobs:
         if row["id"] == facts.job:
             facts.failure = _find_trouble(row)
             facts.running = facts.failure is None and not row["status"].startswith(("FINISHED", "DEAD"))
 
 
 def _find_trouble(entry: LoggedJob) -> Trouble | None:
-    fault = Fault(entry["code"] or "", entry["site"] or "")
-    return Trouble(entry["reason"], fault) if entry["reason"] else None
+    return Trouble(entry["reason"], Fault(entry["code"] or "", entry["site"] or "")) if entry["reason"] else None
 
 
 def _note_finished_run(facts: FederationState, summary: Summary, report: str) -> None:
@@ -327,46 +257,45 @@ def _utc_time(seconds: float | None) -> datetime | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
 
 
-def status_lines(status: _FederationStatus) -> Lines:
+def status_lines(state: FederationState) -> Lines:
     """Report the members, the jobs on a server, and the next steps."""
-    if status["connected"] is not None:
-        yield TextLine(f"connected: {', '.join(status['connected']) or 'nobody'}")
-    plan = f"plan {status['sha256'][:8]}, {status['method']}, {status['rounds']} rounds"
-    rows = [_member_cells(member, status["rounds"]) for member in status["members"]]
-    yield TextTable(plan if status["plan"] else "no plan is here", _HEADINGS, rows)
+    if state.connected is not None:
+        yield TextLine(f"connected: {', '.join(state.connected) or 'nobody'}")
+    plan = f"plan {state.sha256[:8]}, {state.method}, {state.rounds} rounds"
+    rows = [_member_cells(member, state.rounds) for member in state.members.values()]
+    yield TextTable(plan if state.plan else "no plan is here", _HEADINGS, rows)
     job_rows: list[list[str] | None] = [
         [
             *(job["id"], _format_time(job["submitted"]), job["what"] or job["name"] or ""),
             *((job["plan"] or "")[:8], job["method"] or "", Path(job["run"] or "").name, job["status"].lower()),
         ]
-        for job in status["jobs"]
+        for job in state.jobs
     ]
     if job_rows:
         yield TextTable("jobs", ["id", "submitted", "what", "plan", "method", "run", "status"], job_rows)
-    for job in status["jobs"]:
-        if job["reason"]:
-            yield TextLine(f"  {job['id'][:8]}: {job['reason']}", "yellow")
-    for line in status["trouble"]:
+    reasons = [f"{job['id'][:8]}: {job['reason']}" for job in state.jobs if job["reason"]]
+    for line in [*reasons, *(trouble.text for trouble in state.troubles)]:
         yield TextLine(f"  {line}", "yellow")
     yield TextLine("next:")
-    for step in status["next"]:
-        yield TextLine(f"  {step['who'] or 'you'}: {step['what']}{': ' if step['command'] else ''}{step['command']}")
+    for step in next_steps(state):
+        yield TextLine(f"  {step.who or 'you'}: {step.what}{': ' if step.command else ''}{step.command}")
 
 
-def _member_cells(member: _MemberStatus, rounds: int) -> list[str]:
+def _member_cells(member: FederationMember, rounds: int) -> list[str]:
     """Return the row of a member: "–" for unknown values, "" for those that a server or a coordinator has not."""
-    until = f"withdrawn {member['withdrawn_on'][:10]}" if member["withdrawn_on"] else (member["until"] or "–")[:10]
-    cells = [member["name"], until, member["version"] or "–"]
-    if member["role"] != "hospital":
+    until = f"{member.until:%Y-%m-%d}" if member.until else "–"
+    until = f"withdrawn {member.withdrawn_on:%Y-%m-%d}" if member.withdrawn_on else until
+    cells = [member.name, until, member.version or "–"]
+    if member.role != "hospital":
         return [*cells, *[""] * (len(_HEADINGS) - len(cells))]
-    answers, budget = {None: "–", False: "no", True: "yes"}, member["budget"]
+    answers = {None: "–", False: "no", True: "yes"}
     return [
         *cells,
-        answers[member["signed"]],
-        answers[member["connected"]],
-        "–" if member["round"] is None else f"{member['round']} of {rounds}",
-        member["heard"][5:16].replace("T", " ") if member["heard"] else "–",
-        f"{format_number(member['spent'], 2)}{'' if budget is None else f' of {budget:g}'}",
+        answers[member.signed],
+        answers[member.connected],
+        "–" if member.round is None else f"{member.round} of {rounds}",
+        f"{member.heard:%m-%d %H:%M}" if member.heard else "–",
+        f"{format_number(member.spent, 2)}{'' if member.budget is None else f' of {member.budget:g}'}",
     ]
 
 

@@ -14,6 +14,7 @@ from wsi_fl.hospitals.faults import NO_FAULT, Fault, FaultCode
 from wsi_fl.hospitals.flare.flare_files import COORDINATOR
 from wsi_fl.hospitals.trust.certificates import Role
 from wsi_fl.hospitals.trust.kit import RENEWAL_DAYS
+from wsi_fl.hospitals.work.job_log import LoggedJob
 
 _SITE_PLACEHOLDER, _ALL_MEMBERS = "SITE", "everybody"
 
@@ -54,6 +55,15 @@ class Trouble(NamedTuple):
     fault: Fault = NO_FAULT
 
 
+class JobRow(LoggedJob):
+    """A job as the server and the kit know it."""
+
+    id: str
+    name: str | None
+    status: str
+    submitted: float | str | None
+
+
 @dataclass
 class FederationState:
     """All that is known of a federation at one place; "" stands for missing things.
@@ -66,6 +76,8 @@ class FederationState:
         run, report: the finished run of the plan, and its page.
         kit, study: their paths, as commands name them; study "" if none was found.
         troubles: failures while this was collected.
+        connected: hospitals that answer the server; None without a server, or if it was not asked.
+        jobs: the newest jobs on the server.
     """
 
     members: dict[str, FederationMember]
@@ -86,6 +98,8 @@ class FederationState:
     kit: str = "KIT"
     study: str = "."
     troubles: list[Trouble] = field(default_factory=list)
+    connected: list[str] | None = None
+    jobs: list[JobRow] = field(default_factory=list)
 
     def note_member(self, name: str, **values: Any) -> None:
         """Record values of a member; None changes nothing, and unknown names are ignored."""

@@ -93,7 +93,6 @@ class Holder:
     """The holder that a certificate names, its serial number, and its last day."""
 
     name: str
-    organization: str
     number: int
     until: datetime
     _key: RSAPublicKey
@@ -127,18 +126,18 @@ def _bytes_to_sign(document: Mapping[str, Any], purpose: bytes) -> bytes:
     return purpose + json.dumps(content, sort_keys=True).encode()
 
 
-def verify_certificate(certificate: str, root: str, *, moment: datetime | None = None) -> Holder:
-    """Return the holder of a certificate (PEM) after verifying that it is of the federation and valid at a time.
+def verify_certificate(certificate: str, root: str) -> Holder:
+    """Return the holder of a certificate (PEM) after verifying that it is of the federation and valid now.
 
     NotTrusted, by the trusted text (PEM), with one line on the fault.
     """
     if not _is_issued_by(certificate, root):
         raise NotTrusted("a certificate does not belong to this federation")
     leaf, issuer = _parse_certificate(certificate), _parse_certificate(root)
-    name, organization = _subject_names(leaf.subject)
+    name, _ = _subject_names(leaf.subject)
     if (revoked_on := parse_revocation_list(root).keys.get(key_fingerprint(certificate))) is not None:
         raise NotTrusted(f"the certificate of {name} was withdrawn on {revoked_on:%Y-%m-%d}; {name} needs a new key")
-    today = moment or datetime.now(UTC)
+    today = datetime.now(UTC)
     for link, owner in ((leaf, name), (issuer, "the federation's root")):
         if not link.not_valid_before_utc <= today <= link.not_valid_after_utc:
             text = (
@@ -151,7 +150,7 @@ def verify_certificate(certificate: str, root: str, *, moment: datetime | None =
         raise NotTrusted(f"the certificate of {name} may sign others, so no site may use it")
     _require_rsa_key(issuer.public_key(), "the federation's root")
     key = _require_rsa_key(leaf.public_key(), f"the certificate of {name}")
-    return Holder(name, organization, leaf.serial_number, leaf.not_valid_after_utc, key)
+    return Holder(name, leaf.serial_number, leaf.not_valid_after_utc, key)
 
 
 @dataclass(frozen=True)
@@ -177,13 +176,10 @@ def parse_revocation_list(trusted: str) -> RevocationList:
         ):
             raise ValueError
         number = revocations.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-        digests = (
-            (entry, entry.extensions.get_extension_for_oid(_KEY_EXTENSION).value.public_bytes())
-            for entry in revocations
-        )
-        keys = {
-            _format_digest(digest.removeprefix(_OCTETS_PREFIX)): entry.revocation_date_utc for entry, digest in digests
-        }
+        keys: dict[str, datetime] = {}
+        for entry in revocations:
+            digest = entry.extensions.get_extension_for_oid(_KEY_EXTENSION).value.public_bytes()
+            keys[_format_digest(digest.removeprefix(_OCTETS_PREFIX))] = entry.revocation_date_utc
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound):
         raise NotTrusted("the list of withdrawn certificates was not signed by this federation's root") from None
     return RevocationList(number, keys, revocations.public_bytes(Encoding.PEM).decode())
@@ -211,8 +207,7 @@ def generate_key() -> str:
 
 def build_root_certificate(key: str, federation: str) -> str:
     """Return the root CA's certificate (PEM) of a federation, signed by its own key (PEM)."""
-    private = _load_private_key(key)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, federation)])
+    private, name = _load_private_key(key), _subject_of(federation)
     unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     denied_usages = dict.fromkeys((*unused, "encipher_only", "decipher_only"), False)
     usage = x509.KeyUsage(digital_signature=True, key_cert_sign=True, crl_sign=True, **denied_usages)
@@ -221,9 +216,7 @@ def build_root_certificate(key: str, federation: str) -> str:
 
 def build_request(key: str, name: str, organization: str) -> str:
     """Return a certificate request (PEM) for a key (PEM)."""
-    subject = x509.Name(
-        [x509.NameAttribute(NameOID.COMMON_NAME, name), x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization)]
-    )
+    subject = _subject_of(name, organization)
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(_load_private_key(key), SHA256())
     return request.public_bytes(Encoding.PEM).decode()
 
@@ -250,17 +243,11 @@ def issue_certificate(
     name, organization = _subject_names(signing_request.subject)
     if key_fingerprint(request) in parse_revocation_list(root).keys:
         raise UsageError(f"the key of this request was withdrawn; {name} needs a new one, in a new kit")
-    subject = [  # of the request these fields alone: others could give its holder a role
-        x509.NameAttribute(NameOID.COMMON_NAME, name),
-        x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization or name),
-    ]
-    if role in _FLARE_ROLE:
-        subject.append(x509.NameAttribute(NameOID.UNSTRUCTURED_NAME, _FLARE_ROLE[role]))
+    # of the request these fields alone: others could give its holder a role
+    subject = _subject_of(name, organization or name, _FLARE_ROLE.get(role))
     alternative_names = x509.SubjectAlternativeName([_general_name(host) for host in hosts or (name,)])
     issuer = _parse_certificate(root).subject
-    return _sign_certificate(
-        _load_private_key(root_key), issuer, x509.Name(subject), key, days, ca=False, extra=alternative_names
-    )
+    return _sign_certificate(_load_private_key(root_key), issuer, subject, key, days, ca=False, extra=alternative_names)
 
 
 def describe_foreign_certificate(certificate: str, root: str) -> tuple[str, str] | None:
@@ -326,11 +313,10 @@ def _sign_certificate(
 
 def _is_issued_by(certificate: str, root: str) -> bool:
     """Return whether a root CA's certificate signed another one (PEM)."""
-    try:
+    with suppress(ValueError, TypeError, InvalidSignature):
         _parse_certificate(certificate).verify_directly_issued_by(_parse_certificate(root))
-    except (ValueError, TypeError, InvalidSignature):
-        return False
-    return True
+        return True
+    return False
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -371,6 +357,12 @@ def _parse_request(pem: str) -> x509.CertificateSigningRequest:
         return x509.load_pem_x509_csr(pem.encode())
     except ValueError:
         raise UsageError("this is no certificate request") from None
+
+
+def _subject_of(name: str, organization: str | None = None, role: str | None = None) -> x509.Name:
+    oids = (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME, NameOID.UNSTRUCTURED_NAME)
+    texts = zip(oids, (name, organization, role), strict=True)
+    return x509.Name([x509.NameAttribute(oid, text) for oid, text in texts if text is not None])
 
 
 def _subject_names(subject: x509.Name) -> tuple[str, str]:

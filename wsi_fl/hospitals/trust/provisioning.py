@@ -136,14 +136,10 @@ def create_renewal_request(kit: Path, *, rotate: bool = False) -> _CertificateRe
         rotate: whether for a new key, endorsed by the present one and used as soon as its certificate arrives.
     """
     current_kit, endorsement = Kit.open(kit), None
-    name, organization, key = (
-        current_kit.name,
-        str(current_kit.document["organization"]),
-        _key_file(kit, current_kit.role),
-    )
+    name, key = current_kit.name, _key_file(kit, current_kit.role)
     if rotate and not (key := _next_key_file(key)).exists():
         _write_secret(key, generate_key())
-    text = build_request(key.read_text(), name, organization)
+    text = build_request(key.read_text(), name, str(current_kit.document["organization"]))
     if rotate:
         identity = current_kit.load_identity()
         signature = identity.sign(_RENEWAL_PURPOSE + text.encode()).hex()
@@ -362,10 +358,7 @@ def _load_document(file: Path, expected_format: str) -> tuple[Mapping[str, Any],
 
 
 def _refuse_taken_name(root: RootCA, document: Mapping[str, Any], name: str, *, compared: bool) -> None:
-    """Refuse a name that belongs to another key, unless that key signed the request; the same key may ask again.
-
-    A name whose keys were all revoked needs a compared fingerprint.
-    """
+    """Refuse a name of another key that did not sign the request, and a revoked one without a compared fingerprint."""
     current = root.load_keys().get(name)
     if current in parse_revocation_list(root.trust_pem).keys:
         if not compared:
@@ -404,10 +397,7 @@ def _check_name(name: str) -> None:
 
 
 def _is_other_fingerprint(expected: str | None, actual: str, hint: str, *, is_vouched: bool) -> bool:
-    """Return whether a fingerprint that was read out differs, in whatever notation.
-
-    A missing one raises UsageError unless something else vouches for the key, an empty one always.
-    """
+    """Return whether a fingerprint that was read out differs; UsageError if it is missing and nothing else vouches."""
     expected_digits, actual_digits = (re.sub(r"[^0-9A-F]", "", text.upper()) for text in (expected or "", actual))
     if not expected_digits and (expected is not None or not is_vouched):
         raise UsageError(f"{hint} by telephone, and give it as --fingerprint; on a trial, say --unchecked")

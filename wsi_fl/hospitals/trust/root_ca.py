@@ -125,24 +125,17 @@ def install_revocation_list(file: Path, kit: Path) -> RevocationResult:
         raise UsageError(f"{file}: {single_line(error)}; {kit} was left as it is") from None
     number = target_kit.load_revocation_list().number
     message = f"{kit} has list {number} of withdrawn certificates{'' if is_newer else ', which is not older'}"
-    exchange_note = sync_revocation_list(target_kit, target_kit.folder) if target_kit.folder else ""
-    return {
-        "kit": str(kit),
-        "number": number,
-        "newer": is_newer,
-        "said": f"{message}{exchange_note and f'; {exchange_note}'}",
-    }
+    if target_kit.folder and (note := sync_revocation_list(target_kit, target_kit.folder)):
+        message += f"; {note}"
+    return {"kit": str(kit), "number": number, "newer": is_newer, "said": message}
 
 
 def sync_revocation_list(kit: Kit, address: str) -> str:
     """Take a newer revocation list from a shared folder, or write the kit's own there; return a line on it."""
     share = SharedFolder(address)
     try:
-        shared_list = (
-            share.read(_MAX_LIST_BYTES, REVOCATIONS_FILE).decode(errors="replace")
-            if REVOCATIONS_FILE in share.list_entries()
-            else ""
-        )
+        is_there = REVOCATIONS_FILE in share.list_entries()
+        shared_list = share.read(_MAX_LIST_BYTES, REVOCATIONS_FILE).decode(errors="replace") if is_there else ""
         with suppress(NotTrusted):  # anybody with write access may have written the file
             if kit.update_revocation_list(shared_list):
                 return "a newer list of withdrawn certificates was taken from the folder"
