@@ -8,6 +8,7 @@ import tifffile
 from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_pyramid_levels import zeroed
 
 from wsi_fl.slides.reading import reader
 from wsi_fl.slides.reading.reader import Slide
@@ -159,11 +160,7 @@ def test_threads_share_one_handle(slide):
 
 def test_a_damaged_tile_is_named_and_the_others_still_read(tmp_path):
     path = write_slide(tmp_path / "damaged.tif")
-    with tifffile.TiffFile(path) as tif:  # second row of tiles, x from 64
-        offset, n = tif.pages[0].dataoffsets[8], tif.pages[0].databytecounts[8]
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(b"\xff" * n)
+    zeroed(path, 0, [8])  # second row of tiles, x from 64
     words = "damaged.tif: cannot be read at level-0 pixel (80, 80): "
     with Slide(path) as slide:
         for _ in range(3):

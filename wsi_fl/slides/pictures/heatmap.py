@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -150,16 +150,10 @@ def _find_regions(predictions: PatchPredictions, class_index: int) -> list[_Regi
     centres = shapely.points((boxes[:, :2] + boxes[:, 2:]) / 2)
     polygon_index, patch_index = shapely.STRtree(centres).query(polygons, predicate="contains")
     probabilities = predictions.class_probability[rows]
+    parts = (probabilities[patch_index[polygon_index == k]] for k in range(len(polygons)))
     return [
-        _Region(
-            class_index,
-            polygon,
-            len(region_probabilities),
-            float(region_probabilities.mean()),
-            float(region_probabilities.max()),
-        )
-        for k, polygon in enumerate(polygons)
-        for region_probabilities in (probabilities[patch_index[polygon_index == k]],)
+        _Region(class_index, polygon, len(part), float(part.mean()), float(part.max()))
+        for polygon, part in zip(polygons, parts, strict=True)
     ]
 
 
@@ -348,7 +342,7 @@ def write_geojson(
 
 def _iterate_features(
     predictions: PatchPredictions, colors: Sequence[Color], identity: str, corner_l0: tuple[int, int] = (0, 0)
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Mapping[str, object]]:
     """Yield the features of regions, largest first, then of patches."""
     titles = _class_titles(predictions.classes)
     counts: dict[int, int] = {}

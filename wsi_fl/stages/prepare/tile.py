@@ -116,10 +116,7 @@ def _next_steps(
 
 
 def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Scan]) -> _TileRow | None:
-    """Plan the slides, then write the shards, on all ranks; the first rank holds the lock and writes the columns.
-
-    The scans of stored slides are appended to `scans`.
-    """
+    """Plan the slides, then write the shards, on all ranks; and append the scans of stored slides to `scans`."""
     start, name, fraction = time.perf_counter(), slides.site.name, slides.pipeline.slides.test_fraction
     store = slides.study.store_path(name)
     # a table that contradicts itself is refused before slides are opened
@@ -253,10 +250,7 @@ def _build_row(
 
 
 def _split_slides(plans: Plans, outcomes: list[Outcome], test_fraction: float) -> list[Scan]:
-    """Assign splits, the same to all copies of a scan; return the scans.
-
-    A slide is excluded where a table puts its scan into two splits.
-    """
+    """Assign splits, the same to all copies of a scan, and exclude leaks between splits; return the scans."""
     marks = plans.load_marks(number for number, outcome in enumerate(outcomes) if outcome.reason is None)
     plans.records = assign_splits(plans.records, test_fraction=test_fraction, marks=marks)
     records, leaks = drop_leaks(plans.records, marks)
@@ -266,9 +260,7 @@ def _split_slides(plans: Plans, outcomes: list[Outcome], test_fraction: float) -
 
 
 def _summarize_quality(slide_qualities: Iterable[SlideQuality]) -> tuple[dict[str, int], dict[str, _TissueRow]]:
-    """Return the excluded patches by artifact, and the slides by method of tissue detection with their median gain over
-    saturation.
-    """
+    """Return the excluded patches by artifact, and the slides by method of tissue detection with their median gain."""
     excluded: Counter[str] = Counter()
     gains: dict[str, list[float]] = {}
     for quality in slide_qualities:
