@@ -105,15 +105,3 @@ def test_pixels_that_stay_in_a_folder_are_read_from_it_also_after_a_move(archive
 def pixels_of(study):
     with open_store(study, "A") as store:
         return store.read(np.arange(len(store)))
-
-
-def test_a_folder_of_two_slides_is_excluded_with_both_named(archive, tmp_path):
-    shutil.copytree(archive, tmp_path / "archive")
-    folder = tmp_path / "archive" / "slides"
-    shutil.copy(folder / NAMES[1] / "0.dcm", folder / NAMES[0] / "other.dcm")
-    init_study(tmp_path / "study", archive=tmp_path / "archive")
-    how = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false", "slides.test_fraction=0"]
-    (row,) = tile_slides(Study(tmp_path / "study"), site="A", overrides=how)["sites"]
-    (failed,) = row["failed"]
-    assert failed["slide"] == NAMES[0] and "holds 2 DICOM slides" in failed["reason"]
-    assert "1.2.3.80 (0.dcm)" in failed["reason"] and "1.2.3.81 (other.dcm)" in failed["reason"]

@@ -118,13 +118,18 @@ def _next_steps(
 def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Scan]) -> _TileRow | None:
     """Plan the slides, then write the shards, on all ranks; and append the scans of stored slides to `scans`."""
     start, name, fraction = time.perf_counter(), slides.site.name, slides.pipeline.slides.test_fraction
-    store = slides.study.store_path(name)
+    store, n_slides = slides.study.store_path(name), len(slides.records)
     # a table that contradicts itself is refused before slides are opened
     assign_splits(slides.records, test_fraction=fraction)
     plans = Plans(store.parent / ".plans", slides.records, build_grid_spec(slides.pipeline))
     writer = ShardWriter(slides, plans, job.threads)
     with job.hold_on_first(site_lock(store.parent, name)):
-        plan_outcomes = _plan_site(slides, plans, job, watcher)
+        plan_outcomes = slide_lists.share_slides(
+            job,
+            range(n_slides),
+            lambda share: plan_slides(share, slides, plans, job.threads),
+            lambda n_done, _: watcher.update(name, n_done / 2, n_slides, "finding tissue"),
+        )
         site_scans = job.run_on_ranks(lambda: _split_slides(plans, plan_outcomes, fraction))
         shard_outcomes = _write_shards(slides, plans, plan_outcomes, writer, job, watcher)
         failed = [*slides.excluded, *slide_lists.list_excluded((*plan_outcomes, *shard_outcomes))]
@@ -141,17 +146,6 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
     row = _build_row(slides, plans.records, (*plan_outcomes, *shard_outcomes), failed, counts)
     row["copies"], row["seconds"] = describe_copies(site_scans), time.perf_counter() - start
     return row
-
-
-def _plan_site(slides: SlideList, plans: Plans, job: RankJob, watcher: Watcher) -> list[Outcome]:
-    """Plan all slides of a site on all ranks; return the outcome of each."""
-    n_slides = len(slides.records)
-    return slide_lists.share_slides(
-        job,
-        range(n_slides),
-        lambda share: plan_slides(share, slides, plans, job.threads),
-        lambda n_done, _: watcher.update(slides.site.name, n_done / 2, n_slides, "finding tissue"),
-    )
 
 
 def _write_shards(
