@@ -4,8 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
-from builders import halves
-from dicom_files import write_dicom
+from test_dicom import write_pyramid
 from training_runs import trained
 
 from wsi_fl.demo import simulated_slides
@@ -39,10 +38,8 @@ def archive(tmp_path_factory):
     root = tmp_path_factory.mktemp("folders") / "archive"
     plans = simulated_slides.plan_slides(1, 2, 512, 0)
     for k, name in enumerate(NAMES):
-        levels = halves(np.ascontiguousarray(simulated_slides.simulate_slide(plans[k])[:512, :512]), 2)
-        for n, level in enumerate(levels):
-            series = f"1.2.3.8{k}"
-            write_dicom(root / "slides" / name / f"{n}.dcm", level, mpp=0.5 * 2**n, series=series)
+        picture = np.ascontiguousarray(simulated_slides.simulate_slide(plans[k])[:512, :512])
+        write_pyramid(root / "slides" / name, picture=picture, series=f"1.2.3.8{k}")
     (root / "slides" / "notes").mkdir()
     (root / "slides" / "notes" / "read me.txt").write_text("no slide")
     rows = [f"{name},p{k},A,{'negative' if k else 'positive'}" for k, name in enumerate(NAMES)]

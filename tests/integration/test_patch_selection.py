@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-import tifffile
+from builders import write_tiff
 from conftest import SHARED, refused
 from PIL import Image
 from test_annotation_formats import asap
@@ -43,10 +43,7 @@ IMAGE = picture()
 
 
 def write_slide(path, image=IMAGE, mpp=1.0):
-    tags = {"resolution": (1e4 / mpp, 1e4 / mpp), "resolutionunit": "CENTIMETER"} if mpp else {}
-    with tifffile.TiffWriter(path) as tif:
-        tif.write(image, tile=(64, 64), photometric="rgb", compression="zlib", metadata=None, **tags)
-    return path
+    return write_tiff(path, [image], mpp)
 
 
 def outlined(cells, group="metastases", shift=0.0):

@@ -84,11 +84,22 @@ needs_formats = pytest.mark.skipif(
 )
 
 
-def write_ome(path, levels, *, planes=False, mpp=(0.5, 0.5), channel=None, **how):
+def write_tiff(path, levels, mpp=0.5, unit="CENTIMETER", **how):
+    """Write a pyramid of tiles of 64 px; `mpp` is that of level 0, of both axes or of each, or None."""
+    usual = {"tile": (64, 64), "photometric": "rgb", "compression": "deflate", "metadata": None}
+    with tifffile.TiffWriter(path, bigtiff=True) as tif:
+        for k, level in enumerate(levels):
+            um = {"CENTIMETER": 1e4, "INCH": 25_400.0}[unit] * level.shape[1] / levels[0].shape[1]
+            said = {"resolution": tuple(um / np.broadcast_to(mpp, 2)), "resolutionunit": unit} if mpp else {}
+            tif.write(level, subfiletype=int(k > 0), **(usual | said | how))
+    return path
+
+
+def write_ome(path, levels, *, planes=False, mpp=0.5, channel=None, **how):
     """Write an OME-TIFF with its pyramid in SubIFDs; its colours lie in each pixel, or in planes of their own."""
     levels = [np.moveaxis(level, 2, 0).copy() if planes else level for level in levels]
-    said = {"axes": "CYX" if planes else "YXS", "PhysicalSizeX": mpp[0], "PhysicalSizeXUnit": "µm"}
-    said |= {"PhysicalSizeY": mpp[1] * 1000, "PhysicalSizeYUnit": "nm"} | ({"Channel": channel} if channel else {})
+    said = {"axes": "CYX" if planes else "YXS", "PhysicalSizeX": mpp, "PhysicalSizeXUnit": "µm"}
+    said |= {"PhysicalSizeY": mpp * 1000, "PhysicalSizeYUnit": "nm"} | ({"Channel": channel} if channel else {})
     how = {"photometric": "minisblack" if planes else "rgb"} | how
     with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
         tif.write(levels[0], subifds=len(levels) - 1, metadata=said, **how)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tifffile
 import zarr_files
-from builders import change_tag, needs_formats, refused, write_ome
+from builders import change_tag, needs_formats, refused, write_ome, write_tiff
 from dicom_files import write_dicom
 from PIL import Image
 
@@ -32,21 +32,8 @@ LEVELS = [WHOLE, *(np.asarray(Image.fromarray(WHOLE).reduce(n)) for n in (4, 16)
 
 
 def write(path, compression="jpeg", levels=LEVELS):
-    with tifffile.TiffWriter(path, bigtiff=True) as tif:
-        for k, level in enumerate(levels):
-            per_cm = 1e4 / MPP * level.shape[1] / levels[0].shape[1]
-            tif.write(
-                level,
-                tile=(TILE, TILE),
-                photometric="rgb",
-                compression=compression,
-                compressionargs={"level": 100} if compression == "jpeg" else None,
-                subfiletype=int(k > 0),
-                resolution=(per_cm, per_cm),
-                resolutionunit="CENTIMETER",
-                metadata=None,
-            )
-    return path
+    exact = {"compressionargs": {"level": 100}} if compression == "jpeg" else {}
+    return write_tiff(path, levels, MPP, compression=compression, **exact)
 
 
 def zeroed(path, level, numbers=None):

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import tifffile
+from builders import write_tiff
 from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,16 +20,9 @@ _Y, _X = np.mgrid[:300, :420]
 SMOOTH = np.stack([_X / 2, _Y / 2, 100 + 80 * np.sin(_X / 40 + _Y / 50)], axis=-1).round().astype(np.uint8)
 
 
-def write_slide(path, levels=(IMAGE,), mpp: tuple[float, float] | None = (MPP, MPP), unit="CENTIMETER"):
+def write_slide(path, levels=(IMAGE,), **how):
     """A tiled, losslessly packed TIFF that OpenSlide opens as generic-tiff."""
-    how = {"tile": (64, 64), "photometric": "rgb", "compression": "zlib", "metadata": None}
-    if mpp:
-        per_um = {"CENTIMETER": 1e4, "INCH": 25_400.0}[unit]
-        how |= {"resolution": (per_um / mpp[0], per_um / mpp[1]), "resolutionunit": unit}
-    with tifffile.TiffWriter(path) as tif:
-        for k, level in enumerate(levels):
-            tif.write(level, subfiletype=int(k > 0), **how)
-    return path
+    return write_tiff(path, levels, **how)
 
 
 def area_average(image, left, top, scale, size):
