@@ -50,12 +50,19 @@ def scn(path, pixels):
     return path
 
 
-def sparse(path, pixels):
-    """Write a TIFF whose tiles around the scanned area have no bytes."""
-    whole = np.full((SIZE[1], SIZE[0], 3), 255, np.uint8)
+def full(path, pixels, around=240):
+    """Write a TIFF scanned from edge to edge, with the same pixels at the same place."""
+    whole = np.full((SIZE[1], SIZE[0], 3), around, np.uint8)
     left, top, right, bottom = BOUNDS
     whole[top:bottom, left:right] = pixels
     tifffile.imwrite(path, whole, **_WRITTEN)
+    return path
+
+
+def sparse(path, pixels):
+    """Write a TIFF whose tiles around the scanned area have no bytes."""
+    full(path, pixels, around=255)
+    left, top, right, bottom = BOUNDS
     with tifffile.TiffFile(path, mode="r+b") as file:
         tags, across = file.pages[0].tags, SIZE[0] // _TILE
         for name in ("TileOffsets", "TileByteCounts"):
@@ -64,13 +71,4 @@ def sparse(path, pixels):
                 for k, value in enumerate(tags[name].value)
             ]
             tags[name].overwrite(kept)
-    return path
-
-
-def full(path, pixels):
-    """Write a TIFF scanned from edge to edge, with the same pixels at the same place."""
-    whole = np.full((SIZE[1], SIZE[0], 3), 240, np.uint8)
-    left, top, right, bottom = BOUNDS
-    whole[top:bottom, left:right] = pixels
-    tifffile.imwrite(path, whole, **_WRITTEN)
     return path

@@ -4,8 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
-from builders import halves
-from dicom_files import write_dicom
+from test_dicom import write_pyramid
 from training_runs import trained
 
 from wsi_fl.demo import simulated_slides
@@ -39,10 +38,8 @@ def archive(tmp_path_factory):
     root = tmp_path_factory.mktemp("folders") / "archive"
     plans = simulated_slides.plan_slides(1, 2, 512, 0)
     for k, name in enumerate(NAMES):
-        levels = halves(np.ascontiguousarray(simulated_slides.simulate_slide(plans[k])[:512, :512]), 2)
-        for n, level in enumerate(levels):
-            series = f"1.2.3.8{k}"
-            write_dicom(root / "slides" / name / f"{n}.dcm", level, mpp=0.5 * 2**n, series=series)
+        picture = np.ascontiguousarray(simulated_slides.simulate_slide(plans[k])[:512, :512])
+        write_pyramid(root / "slides" / name, picture=picture, series=f"1.2.3.8{k}")
     (root / "slides" / "notes").mkdir()
     (root / "slides" / "notes" / "read me.txt").write_text("no slide")
     rows = [f"{name},p{k},A,{'negative' if k else 'positive'}" for k, name in enumerate(NAMES)]
@@ -105,15 +102,3 @@ def test_pixels_that_stay_in_a_folder_are_read_from_it_also_after_a_move(archive
 def pixels_of(study):
     with open_store(study, "A") as store:
         return store.read(np.arange(len(store)))
-
-
-def test_a_folder_of_two_slides_is_excluded_with_both_named(archive, tmp_path):
-    shutil.copytree(archive, tmp_path / "archive")
-    folder = tmp_path / "archive" / "slides"
-    shutil.copy(folder / NAMES[1] / "0.dcm", folder / NAMES[0] / "other.dcm")
-    init_study(tmp_path / "study", archive=tmp_path / "archive")
-    how = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false", "slides.test_fraction=0"]
-    (row,) = tile_slides(Study(tmp_path / "study"), site="A", overrides=how)["sites"]
-    (failed,) = row["failed"]
-    assert failed["slide"] == NAMES[0] and "holds 2 DICOM slides" in failed["reason"]
-    assert "1.2.3.80 (0.dcm)" in failed["reason"] and "1.2.3.81 (other.dcm)" in failed["reason"]

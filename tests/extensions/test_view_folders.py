@@ -3,9 +3,8 @@
 import io
 
 import numpy as np
-from builders import halves
-from dicom_files import write_dicom
 from PIL import Image
+from test_dicom import write_pyramid
 
 from wsi_fl.slides.reading.formats.dicom_headers import resolve_slide_path
 from wsi_fl.stages.prepare.init_study import init_study
@@ -17,9 +16,7 @@ def test_the_slides_of_a_site_are_shown_by_the_names_of_their_folders(tmp_path):
     names, picture = ("1.2.840.1", "1.2.840.2"), np.full((256, 256, 3), 240, np.uint8)
     picture[64:192, 64:192] = (190, 110, 170)
     for name in names:
-        for k, level in enumerate(halves(picture, 2)):
-            path = tmp_path / "archive" / "slides" / name / f"{k}.dcm"
-            write_dicom(path, level, mpp=0.5 * 2**k, series=f"1.2.3.{name[-1]}")
+        write_pyramid(tmp_path / "archive" / "slides" / name, picture=picture, series=f"1.2.3.{name[-1]}")
     rows = [f"{name},p{name[-1]},A,negative" for name in names]
     (tmp_path / "archive" / "slides.csv").write_text("\n".join(["slide,patient,site,label", *rows]))
     init_study(tmp_path / "study", archive=tmp_path / "archive")

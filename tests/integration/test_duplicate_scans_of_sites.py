@@ -90,14 +90,6 @@ def test_a_scan_at_two_sites_is_reported_by_init_tile_and_check(tmp_path):
     assert check_sites(study, site=None)["copies"] == made["copies"]
 
 
-def test_duplicate_scans_of_a_patient_are_reported(tmp_path):
-    rows = {"a": ("p", "A", 1, ""), "b": ("p", "A", 1, ""), "c": ("q", "A", 2, "")}
-    study, _ = make_archive_study(write_archive(tmp_path, rows))
-    made = tile_slides(study, site="A", overrides=SETTINGS)["sites"][0]
-    assert made["copies"] == ["a (patient p) and b (patient p) are one scan, which counts 2 times"]
-    assert not made["failed"] and made["train"]
-
-
 def features_study(root, *sites):
     (root / "pipelines").mkdir(parents=True)
     (root / "sites").mkdir()

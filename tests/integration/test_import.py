@@ -241,7 +241,11 @@ def test_a_given_encoder_name_is_recorded_and_refused_for_features_that_contradi
     brought(study, "trident", folder, new_name="ours")
     with store_of(study) as store:
         assert store.meta.encoder == "ours; written as uni_v1; so called on import"
-    refused(lambda: brought(study, "trident", folder, encoder="ours"), "uni_v1", "--encoder-name ours")
+    refused(
+        lambda: brought(study, "trident", folder, encoder="ours"),
+        "uni_v1",
+        "leave --encoder out, or say --encoder-name ours",
+    )
 
 
 def test_a_folder_of_stamp_is_imported_with_and_without_the_resolution(study, tmp_path):
@@ -347,7 +351,7 @@ def test_labels_and_files_that_do_not_match_are_counted_and_named(study, tmp_pat
     folder, _ = of_trident(tmp_path / "job", "abcdefg")
     table = labels(tmp_path / "labels.csv", "abcdz", split=["train", "train", "test", "train", "train"])
     with table.open("a") as more:
-        more.write("f.svs,patient 9,,\ng,patient 9,Kirc,\n")
+        more.write("f.svs,patient 9,N/A,\ng,patient 9,Kirc,\n")
     row = brought(study, "trident", folder, table)
     reasons = reasons_of(row)
     assert row["bags"] == 4 and row["slides"] == 8 and (row["train"], row["test"]) == (3, 1)

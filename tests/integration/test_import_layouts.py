@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 from conftest import refused
-from test_import import brought, labels, of_clam, of_lazyslide, of_stamp, of_trident, reasons_of, store_of
+from test_import import brought, labels, of_clam, of_lazyslide, of_stamp, of_trident, store_of
 from test_import import study as study  # noqa: PLC0414 the fixture
 
 from wsi_fl.stores.foreign_formats import LAYOUTS
@@ -147,14 +147,6 @@ def test_a_folder_of_several_encoders_is_refused_with_their_names_and_each_can_b
     refused(lambda: brought(study, "stamp", tmp_path / "out" / "uni-0a1b2c3d", table), "join STAMP's two tables")
 
 
-def test_two_files_of_a_slide_are_named_and_no_deletion_is_advised(study, tmp_path):
-    folder, _ = of_stamp(tmp_path / "out")
-    (folder / "other").mkdir()
-    (folder / "other" / "a.h5").write_bytes((folder / "deeper" / "a.h5").read_bytes())
-    refused(lambda: brought(study, "stamp", folder), "several folders of features (deeper, other)", "--from")
-    assert brought(study, "stamp", folder / "deeper")["bags"] == 4
-
-
 def test_slide_vectors_of_trident_are_read_from_a_separate_folder(study, tmp_path):
     place = tmp_path / "job" / "slide_features_titan"
     place.mkdir(parents=True)
@@ -210,20 +202,6 @@ def test_labels_match_files_and_classes_in_any_unicode_form(study, tmp_path):
     assert row["bags"] == 4 and set(row["classes"].values()) == {2}
 
 
-def test_rows_without_a_patient_or_a_label_are_named(study, tmp_path):
-    folder, _ = of_trident(tmp_path / "job")
-    table = tmp_path / "t.csv"
-    rows = ["slide,patient,label", "a,p1,KIRC", "b,p2,null", "c,p3,N/A", "d,p4,KIRP"]
-    table.write_text("\n".join(rows))
-    row = brought(study, "trident", folder, table)
-    assert row["bags"] == 2 and reasons_of(row) == {
-        "b": "has no label (t.csv line 3)",
-        "c": "has no label (t.csv line 4)",
-    }
-    table.write_text("\n".join(rows).replace("p1", "nan"))
-    refused(lambda: brought(study, "trident", folder, table), "line 2", "patient is empty ('nan' means")
-
-
 @pytest.mark.parametrize("words", [("MSI-H", "MSS"), ("Grade 1", 'say "high"'), ("0.5", "2"), ("groß", "klein")])
 def test_the_classes_that_a_refusal_proposes_are_accepted(study, tmp_path, words):
     pipeline = study.root / "pipelines" / "kidney.toml"
@@ -239,17 +217,6 @@ def test_the_classes_that_a_refusal_proposes_are_accepted(study, tmp_path, words
     pipeline.write_text(f"[subtypes]\n{hint}\n{pipeline.read_text()}")
     row = brought(study, "trident", folder, table)
     assert row["bags"] == 4 and row["classes"] == dict.fromkeys(sorted(words), 2)
-
-
-def test_the_encoder_that_a_refusal_names_is_accepted(study, tmp_path):
-    folder, _ = of_trident(tmp_path / "job")
-    refused(
-        lambda: brought(study, "trident", folder, encoder="gigapath"),
-        "leave --encoder out, or say --encoder-name gigapath",
-    )
-    assert brought(study, "trident", folder)["bags"] == brought(study, "trident", folder, new_name="other")["bags"] == 4
-    refused(lambda: brought(study, "trident", folder, mpp=4.0), "--mpp 4", "says about 0.5")
-    assert brought(study, "trident", folder, mpp=0.55)["bags"] == 4
 
 
 def test_whole_numbers_with_a_decimal_point_are_read_as_healthy_and_tumour(study, tmp_path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
-import tifffile
+from builders import write_tiff
 from conftest import SHARED, refused
 from PIL import Image
+from test_annotation_formats import asap
 
 from wsi_fl.slides.patching.slide_plan import PlanParams, plan_slide
 from wsi_fl.slides.patching.tissue import NoTissueError
@@ -41,37 +43,26 @@ IMAGE = picture()
 
 
 def write_slide(path, image=IMAGE, mpp=1.0):
-    tags = {"resolution": (1e4 / mpp, 1e4 / mpp), "resolutionunit": "CENTIMETER"} if mpp else {}
-    with tifffile.TiffWriter(path) as tif:
-        tif.write(image, tile=(64, 64), photometric="rgb", compression="zlib", metadata=None, **tags)
-    return path
+    return write_tiff(path, [image], mpp)
 
 
 def outlined(cells, group="metastases", shift=0.0):
-    body = ""
-    for c, r in sorted(cells):
-        corners = enumerate([(c, r), (c + 1, r), (c + 1, r + 1), (c, r + 1)])
-        points = [f'<Coordinate Order="{k}" X="{x * CELL + shift}" Y="{y * CELL}" />' for k, (x, y) in corners]
-        body += f'<Annotation PartOfGroup="{group}"><Coordinates>{"".join(points)}</Coordinates></Annotation>'
-    return body
-
-
-def write_outlines(path, *bodies):
-    path.write_text(f"<ASAP_Annotations><Annotations>{''.join(bodies)}</Annotations></ASAP_Annotations>")
-    return path
+    """Return (group, ring) of each cell."""
+    corners = {(c, r): [(c, r), (c + 1, r), (c + 1, r + 1), (c, r + 1)] for c, r in sorted(cells)}
+    return [(group, [(x * CELL + shift, y * CELL) for x, y in ring]) for ring in corners.values()]
 
 
 @pytest.fixture
 def record(tmp_path):
     path = write_slide(tmp_path / "node.tif")
-    outlines = write_outlines(tmp_path / "node.xml", outlined(TUMOR))
+    outlines = asap(tmp_path / "node.xml", *outlined(TUMOR))
     return SlideRecord(path, "node", "patient", "C1", "annotated", positive=True, annotation=outlines)
 
 
 @pytest.fixture
 def drawn(record, tmp_path):
     """The slide with other outlines."""
-    return lambda *bodies: replace(record, annotation=write_outlines(tmp_path / "other.xml", *bodies))
+    return lambda *groups: replace(record, annotation=asap(tmp_path / "other.xml", *chain(*groups)))
 
 
 def cells_of(plan, label):

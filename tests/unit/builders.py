@@ -1,9 +1,12 @@
 """Networks of any layers, gradients of a loop, pyramids and JPEG tables for the unit tests."""
 
 from functools import partial
+from importlib.util import find_spec
 
 import conftest
 import numpy as np
+import pytest
+import tifffile
 import torch
 from PIL import Image
 from torch import nn
@@ -97,6 +100,43 @@ def halves(picture, n=3):
     for _ in range(n - 1):
         levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
     return levels
+
+
+needs_formats = pytest.mark.skipif(
+    not all(map(find_spec, ("zarr", "imagecodecs"))), reason="the libraries of wsi-fl[formats] are not here"
+)
+
+
+def write_tiff(path, levels, mpp=0.5, unit="CENTIMETER", **how):
+    """Write a pyramid of tiles of 64 px; `mpp` is that of level 0, of both axes or of each, or None."""
+    usual = {"tile": (64, 64), "photometric": "rgb", "compression": "deflate", "metadata": None}
+    with tifffile.TiffWriter(path, bigtiff=True) as tif:
+        for k, level in enumerate(levels):
+            um = {"CENTIMETER": 1e4, "INCH": 25_400.0}[unit] * level.shape[1] / levels[0].shape[1]
+            said = {"resolution": tuple(um / np.broadcast_to(mpp, 2)), "resolutionunit": unit} if mpp else {}
+            tif.write(level, subfiletype=int(k > 0), **(usual | said | how))
+    return path
+
+
+def write_ome(path, levels, *, planes=False, mpp=0.5, channel=None, **how):
+    """Write an OME-TIFF with its pyramid in SubIFDs; its colours lie in each pixel, or in planes of their own."""
+    levels = [np.moveaxis(level, 2, 0).copy() if planes else level for level in levels]
+    said = {"axes": "CYX" if planes else "YXS", "PhysicalSizeX": mpp, "PhysicalSizeXUnit": "µm"}
+    said |= {"PhysicalSizeY": mpp * 1000, "PhysicalSizeYUnit": "nm"} | ({"Channel": channel} if channel else {})
+    how = {"photometric": "minisblack" if planes else "rgb"} | how
+    with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
+        tif.write(levels[0], subifds=len(levels) - 1, metadata=said, **how)
+        for level in levels[1:]:
+            tif.write(level, subfiletype=1, **how)
+    return path
+
+
+def change_tag(path, tag, change, pages=(0,)):
+    """Replace the value of a tag of some pages by a function of it, in place."""
+    with tifffile.TiffFile(path, mode="r+b") as tif:
+        for page in pages:
+            found = tif.pages[page].tags[tag]
+            found.overwrite(change(found.value))
 
 
 def tables_apart(stream, without=()):

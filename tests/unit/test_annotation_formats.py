@@ -106,13 +106,10 @@ def test_geojson_in_all_its_shapes(tmp_path, document, mark):
     assert read_annotations(path).tumor.equals(shapely.Polygon(SQUARE))
 
 
-def test_holes_are_subtracted_and_detections_and_shapes_without_area_are_ignored(tmp_path):
-    line = {"type": "LineString", "coordinates": [[0, 0], [9, 9]]}
+def test_holes_of_a_polygon_and_of_a_group_are_subtracted(tmp_path):
     document = [
         feature(SQUARE, holes=[INNER], **TUMOR),
         feature([(70, 70), (90, 70), (90, 90), (70, 90)], classification={"name": "Exclusion"}),
-        feature([(500, 0), (600, 0), (600, 100)], objectType="cell", **TUMOR),
-        {"type": "Feature", "geometry": line, "properties": TUMOR},
         {"type": "Feature", "geometry": None, "properties": None},
     ]
     assert read_annotations(write_json_file(tmp_path / "a.json", document)).tumor.area == 10_000 - 1_600 - 400

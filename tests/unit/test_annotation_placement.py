@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import scan_areas
 import shapely
+import test_annotation_formats
 import tifffile
 from builders import refused
 from PIL import Image
 from scan_areas import BOUNDS, CORNER, SIDE, SIZE
+from test_annotation_formats import feature, write_json_file
 
 from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.patching.outline_placement import SlideGeometry
@@ -29,7 +31,7 @@ WRITERS = {"SCN": scan_areas.scn, "unwritten tiles": scan_areas.sparse}
 
 def ring(box):
     left, top, right, bottom = box
-    return [[left, top], [right, top], [right, bottom], [left, bottom], [left, top]]
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
 def shift(box, corner=CORNER):
@@ -37,25 +39,14 @@ def shift(box, corner=CORNER):
 
 
 def geojson(path, *boxes, **properties):
-    features = [
-        {"type": "Feature", "properties": properties, "geometry": {"type": "Polygon", "coordinates": [ring(box)]}}
-        for box in boxes
-    ]
-    path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))
-    return path
+    return write_json_file(path, [feature(ring(box), **properties) for box in boxes])
 
 
 QUPATH = {"objectType": "annotation", "classification": {"name": "Tumor", "color": [200, 0, 0]}}
 
 
 def asap(path, *boxes):
-    body = ""
-    for box in boxes:
-        points = "".join(f'<Coordinate Order="{k}" X="{x}" Y="{y}"/>' for k, (x, y) in enumerate(ring(box)[:4]))
-        body += '<Annotation Type="Rectangle" PartOfGroup="Tumor">'
-        body += f"<Coordinates>{points}</Coordinates></Annotation>"
-    path.write_text(f"<ASAP_Annotations><Annotations>{body}</Annotations></ASAP_Annotations>")
-    return path
+    return test_annotation_formats.asap(path, *(("Tumor", ring(box)) for box in boxes))
 
 
 @pytest.fixture(scope="module", params=WRITERS)
@@ -141,22 +132,6 @@ def read_geometry(slide):
         return build_slide_geometry(opened, TissueParams())
 
 
-@pytest.mark.parametrize("corner", [(0, 0), CORNER])
-def test_imported_tissue_outlines_lie_where_they_were_drawn(slide, tmp_path, corner):
-    drawn = (64, 64, 320, 448)
-    path = tmp_path / "x.geojson"
-    geojson(path, shift(drawn, corner), **({"tissue_id": 0} if corner == CORNER else QUPATH))
-    tissue = TissueParams(masks=str(tmp_path))
-    seen = survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto")
-    rows, columns = np.nonzero(seen.segmentation.mask)
-    left, top, right, bottom = shift(drawn)
-    assert columns.min() * seen.downsample == pytest.approx(left, abs=2)
-    assert rows.min() * seen.downsample == pytest.approx(top, abs=2)
-    assert (columns.max() + 1) * seen.downsample == pytest.approx(right, abs=3)
-    assert (rows.max() + 1) * seen.downsample == pytest.approx(bottom, abs=3)
-    assert seen.notes == ()
-
-
 def png(path, shape, box):
     pixels = np.zeros(shape, np.uint8)
     left, top, right, bottom = box
@@ -164,21 +139,33 @@ def png(path, shape, box):
     Image.fromarray(pixels).save(path)
 
 
-@pytest.mark.parametrize("cropped", [False, True])
-def test_a_mask_covers_the_whole_slide_or_the_scanned_area(slide, tmp_path, cropped):
-    drawn = (64, 64, 320, 448)
-    if cropped:
-        png(tmp_path / "x.png", (SIDE, SIDE), drawn)
-    else:
-        png(tmp_path / "x.png", SIZE[::-1], shift(drawn))
-    tissue = TissueParams(masks=str(tmp_path))
-    seen = survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto")
+def survey(slide, masks=""):
+    tissue = TissueParams(masks=str(masks))
+    return survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto")
+
+
+TISSUE = (64, 64, 320, 448)
+MASKS = {
+    "outlines of QuPath": lambda folder: geojson(folder / "x.geojson", TISSUE, **QUPATH),
+    "outlines of the whole slide": lambda folder: geojson(folder / "x.geojson", shift(TISSUE), tissue_id=0),
+    "picture of the scanned area": lambda folder: png(folder / "x.png", (SIDE, SIDE), TISSUE),
+    "picture of the whole slide": lambda folder: png(folder / "x.png", SIZE[::-1], shift(TISSUE)),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_an_imported_mask_lies_where_it_was_drawn(slide, tmp_path, kind):
+    MASKS[kind](tmp_path)
+    seen = survey(slide, tmp_path)
     rows, columns = np.nonzero(seen.segmentation.mask)
-    assert columns.min() * seen.downsample == pytest.approx(shift(drawn)[0], abs=3)
-    assert rows.min() * seen.downsample == pytest.approx(shift(drawn)[1], abs=3)
+    found = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]) * seen.downsample
+    assert (np.abs(found - shift(TISSUE)) <= ((2, 2, 3, 3) if "outlines" in kind else 3)).all()
+    assert "picture" in kind or seen.notes == ()
+
+
+def test_a_mask_of_another_shape_is_refused(slide, tmp_path):
     png(tmp_path / "x.png", (10, 90), (1, 1, 9, 9))
-    words = "not of the slide's shape"
-    refused(lambda: survey_slide(record(slide), SPEC, tissue, patch_px=8, section="tile", reader="auto"), words)
+    refused(lambda: survey(slide, tmp_path), "not of the slide's shape")
 
 
 def test_a_mask_of_ambiguous_shape_is_placed_on_the_tissue(tmp_path):
@@ -298,8 +285,7 @@ def test_correctly_placed_outlines_raise_no_note(full_slide, tmp_path):
         ("cell", (600, 500, 612, 512)),
     ):
         path = geojson(tmp_path / f"{name}.geojson", box, **QUPATH)
-        with Slide(full_slide) as opened:
-            ground = build_slide_geometry(opened, TissueParams())
-        seen = survey_slide(record(full_slide), SPEC, TissueParams(), patch_px=8, section="tile", reader="auto")
-        for one in (ground, seen.slide_geometry, replace(seen.slide_geometry, tissue=None)):
+        ground = read_geometry(full_slide)
+        seen = survey(full_slide).slide_geometry
+        for one in (ground, seen, replace(seen, tissue=None)):
             assert read_annotations(path, {}, one).notes == ()

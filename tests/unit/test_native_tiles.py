@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 import tifffile
-from builders import halves, tables_apart
+from builders import change_tag, halves, tables_apart
 from conftest import SHARED
 from PIL import Image
 
@@ -267,11 +267,7 @@ def test_patches_of_a_lower_level_are_that_levels_own_pixels(tmp_path, downsampl
 @pytest.mark.parametrize("number", [0, 40])
 def test_patches_over_a_tile_that_the_file_leaves_out_are_openslides(tmp_path, monkeypatch, number):
     path = write_slide(tmp_path / "s.tif", vendor="Aperio Image\r\n730x610|MPP = 0.5", apart=True)
-    with tifffile.TiffFile(path) as tif:
-        place = tif.pages[0].tags[325].valueoffset + 8 * number
-    content = bytearray(path.read_bytes())
-    content[place : place + 8] = bytes(8)  # what the file says that the tile takes
-    path.write_bytes(content)
+    change_tag(path, 325, lambda lengths: [0 if k == number else n for k, n in enumerate(lengths)])
     monkeypatch.setattr(patch_reader, "_BATCH", 1)  # whole strips without tiles
     corners = grid(100)
     with Slide(path) as slide:

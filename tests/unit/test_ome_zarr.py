@@ -19,21 +19,6 @@ def picture():
     return np.random.default_rng(0).integers(0, 256, (110, 130, 3), np.uint8).repeat(10, 0).repeat(10, 1)
 
 
-def test_a_zarr_by_bioformats2raw_is_read_and_scales_multiply(picture, tmp_path):
-    outer = tmp_path / "outer.zarr"
-    outer.mkdir()
-    (outer / ".zgroup").write_text('{"zarr_format": 2}')
-    (outer / ".zattrs").write_text('{"bioformats2raw.layout": 3}')
-    inner = ome_zarr("0.4")(tmp_path, picture)
-    said = json.loads((inner / ".zattrs").read_text())
-    said["multiscales"][0]["coordinateTransformations"] = [{"type": "scale", "scale": [1.0, 2.0, 2.0]}]
-    (inner / ".zattrs").write_text(json.dumps(said))
-    inner.rename(outer / "0")
-    with Slide(outer) as slide:
-        assert slide.mpp == 2 * MPP
-        np.testing.assert_array_equal(slide.read((500, 300), 400, 2 * MPP), picture[300:700, 500:900])
-
-
 def outer_zarr(folder, version, images, series=None):
     """Write a Zarr in the layout of bioformats2raw: `images` by their groups, and the list of its OME group."""
     zarr = pytest.importorskip("zarr")
@@ -60,6 +45,15 @@ def rewrite(path, change):
             change(said.get("attributes", said).get("ome", said))
             file.write_text(json.dumps(said))
     return path
+
+
+def test_a_zarr_by_bioformats2raw_is_read_and_scales_multiply(picture, tmp_path):
+    outer = outer_zarr(tmp_path, "0.4", {"0": picture})
+    scale = [{"type": "scale", "scale": [1.0, 2.0, 2.0]}]
+    rewrite(outer / "0", lambda said: said["multiscales"][0].update(coordinateTransformations=scale))
+    with Slide(outer) as slide:
+        assert slide.mpp == 2 * MPP
+        np.testing.assert_array_equal(slide.read((500, 300), 400, 2 * MPP), picture[300:700, 500:900])
 
 
 def as_0_6(output, *, sequence):

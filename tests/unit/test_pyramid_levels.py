@@ -5,7 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 import tifffile
-from builders import refused
+import zarr_files
+from builders import change_tag, needs_formats, refused, write_ome, write_tiff
 from dicom_files import write_dicom
 from PIL import Image
 
@@ -31,21 +32,8 @@ LEVELS = [WHOLE, *(np.asarray(Image.fromarray(WHOLE).reduce(n)) for n in (4, 16)
 
 
 def write(path, compression="jpeg", levels=LEVELS):
-    with tifffile.TiffWriter(path, bigtiff=True) as tif:
-        for k, level in enumerate(levels):
-            per_cm = 1e4 / MPP * level.shape[1] / levels[0].shape[1]
-            tif.write(
-                level,
-                tile=(TILE, TILE),
-                photometric="rgb",
-                compression=compression,
-                compressionargs={"level": 100} if compression == "jpeg" else None,
-                subfiletype=int(k > 0),
-                resolution=(per_cm, per_cm),
-                resolutionunit="CENTIMETER",
-                metadata=None,
-            )
-    return path
+    exact = {"compressionargs": {"level": 100}} if compression == "jpeg" else {}
+    return write_tiff(path, levels, MPP, compression=compression, **exact)
 
 
 def zeroed(path, level, numbers=None):
@@ -61,15 +49,8 @@ def zeroed(path, level, numbers=None):
 
 def left_out(path, level, numbers, tags=(324, 325)):
     """Mark tiles of a level as missing by an offset (324) or length (325) of 0."""
-    content = bytearray(path.read_bytes())
-    with tifffile.TiffFile(path) as tif:
-        found = [tif.pages[level].tags[tag] for tag in tags]
-    for tag in found:
-        size = {"LONG8": 8, "LONG": 4, "SHORT": 2}[tag.dtype.name]
-        for number in numbers:
-            place = tag.valueoffset + size * number
-            content[place : place + size] = bytes(size)
-    path.write_bytes(content)
+    for tag in tags:
+        change_tag(path, tag, lambda values: [0 if k in numbers else v for k, v in enumerate(values)], [level])
 
 
 def patches(path, mpp=MPP, reader="auto", size=TILE):
@@ -193,46 +174,28 @@ def test_glass_that_level_0_alone_leaves_out_is_background_of_any_gray(tmp_path,
     assert not aside and (pixels[0] == 255).all() and (pixels[2] == glass).all()
 
 
-@pytest.mark.parametrize("axes", ["YXS", "CYX"])
-def test_tiles_that_an_ome_tiff_lacks_are_left_out_by_place(tmp_path, axes):
-    for module in ("zarr", "imagecodecs"):
-        pytest.importorskip(module)
-    path, planes = tmp_path / "a.ome.tif", axes == "CYX"
-    levels = [np.moveaxis(level, 2, 0).copy() if planes else level for level in LEVELS]
-    how = {"photometric": "minisblack" if planes else "rgb", "tile": (TILE, TILE), "compression": "deflate"}
-    with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
-        tif.write(levels[0], subifds=2, metadata={"axes": axes, "PhysicalSizeX": MPP, "PhysicalSizeY": MPP}, **how)
-        for level in levels[1:]:
-            tif.write(level, subfiletype=1, **how)
+@pytest.mark.parametrize("planes", [False, True])
+@needs_formats
+def test_tiles_that_an_ome_tiff_lacks_are_left_out_by_place(tmp_path, planes):
+    path = write_ome(tmp_path / "a.ome.tif", LEVELS, planes=planes, tile=(TILE, TILE), compression="deflate")
     left_out(path, 2 if planes else 0, LACKING)  # of the blue channel
     corners, pixels, aside, _ = patches(path)
     assert sorted(aside) == LACKING
     assert_reduced(corners, pixels, 1)
 
 
-def write_zarr(path, levels=LEVELS, fill=0):
-    zarr = pytest.importorskip("zarr")
-    group, datasets = zarr.open_group(str(path), mode="w", zarr_format=2), []
-    for k, level in enumerate(levels):
-        how = {"chunks": (TILE, TILE, 3), "dtype": "uint8", "fill_value": fill}
-        group.create_array(str(k), shape=level.shape, **how)[...] = level
-        scale = [MPP * 4**k, MPP * 4**k, 1.0]
-        datasets.append({"path": str(k), "coordinateTransformations": [{"type": "scale", "scale": scale}]})
-    axes = [{"name": name, "type": "space", "unit": "micrometer"} for name in "yx"]
-    axes.append({"name": "c", "type": "channel"})
-    group.attrs["multiscales"] = [{"version": "0.4", "axes": axes, "datasets": datasets}]
-    return path
+write_zarr = partial(zarr_files.write_zarr, chunk=TILE)
 
 
 @pytest.mark.parametrize("fill", [0, 255])
 def test_chunks_that_a_level_of_a_zarr_lacks_are_no_tissue_and_no_black(tmp_path, fill):
-    path = write_zarr(tmp_path / "a.zarr", fill=fill)
+    path = write_zarr(tmp_path / "a.zarr", LEVELS, "0.4", fill=fill)
     assert not patches(path)[2]
     (path / "0" / "3.3.0").unlink()
     corners, pixels, aside, _ = patches(path)
     assert list(aside) == [27] and "(192, 192)" in aside[27]
     assert_reduced(corners, pixels, 1)
-    whole = write_zarr(tmp_path / "b.zarr", fill=fill)
+    whole = write_zarr(tmp_path / "b.zarr", LEVELS, "0.4", fill=fill)
     for chunk in (whole / "1").glob("[0-9]*"):
         chunk.unlink()
     corners, pixels, aside, notes = patches(whole, 4 * MPP, size=32)
@@ -245,7 +208,7 @@ def test_black_that_a_zarr_leaves_out_because_it_is_its_fill_value_is_black(tmp_
     black = WHOLE.copy()
     black[:, :160] = 0
     levels = [black, *(np.asarray(Image.fromarray(black).reduce(n)) for n in (4, 16))]
-    path = write_zarr(tmp_path / "a.zarr", levels)
+    path = write_zarr(tmp_path / "a.zarr", levels, "0.4")
     assert not (path / "0" / "3.1.0").exists()
     _, pixels, aside, notes = patches(path)
     assert not aside and not notes and (pixels[25] == 0).all()
@@ -255,14 +218,8 @@ def test_black_that_a_zarr_leaves_out_because_it_is_its_fill_value_is_black(tmp_
 def test_a_file_whose_last_tiles_are_cut_off_leaves_them_out(tmp_path, compression):
     """Level 0 may be the last in the file: its tiles would lie beyond the end."""
     path = write(tmp_path / "a.tif", compression)
-    content = bytearray(path.read_bytes())
-    with tifffile.TiffFile(path) as tif:
-        tag = tif.pages[0].tags[324]
-    size = {"LONG8": 8, "LONG": 4}[tag.dtype.name]
-    for number in range(37, 64):
-        place = tag.valueoffset + size * number
-        content[place : place + size] = (len(content) + number).to_bytes(size, "little")
-    path.write_bytes(content)
+    end = path.stat().st_size
+    change_tag(path, 324, lambda values: [end + k if k >= 37 else v for k, v in enumerate(values)])
     corners, pixels, aside, _ = patches(path)
     assert sorted(aside) == list(range(37, 64))
     assert_reduced(corners, pixels, 1)
@@ -287,21 +244,6 @@ def pad_picture(picture, tile=TILE):
     return np.pad(picture, [(0, height), (0, width), (0, 0)], constant_values=255)
 
 
-def write_square_zarr(path, levels):
-    zarr = pytest.importorskip("zarr")
-    pytest.importorskip("imagecodecs")
-    group, datasets = zarr.open_group(str(path), mode="w", zarr_format=3), []
-    for k, level in enumerate(levels):
-        array = group.create_array(str(k), shape=level.shape, chunks=(TILE, TILE, 3), dtype="uint8")
-        array[:] = level
-        scale = [levels[0].shape[0] / level.shape[0]] * 2
-        transforms = [{"type": "scale", "scale": [MPP * scale[0], MPP * scale[1], 1]}]
-        datasets.append({"path": str(k), "coordinateTransformations": transforms})
-    axes = [{"name": axis, "type": "space", "unit": "micrometer"} for axis in "yx"] + [{"name": "c"}]
-    group.attrs["ome"] = {"version": "0.5", "multiscales": [{"axes": axes, "datasets": datasets}]}
-    return path
-
-
 def write_dicoms(path, levels):
     for k, level in enumerate(levels):
         write_dicom(path / f"{k}.dcm", level, mpp=MPP * 2**k)
@@ -311,17 +253,15 @@ def write_dicoms(path, levels):
 PADDED = {
     "a tiled TIFF": (write, "a.tif"),
     "a TIFF of another codec": (partial(write, compression="lzma"), "a.tif"),
-    "an OME-Zarr": (write_square_zarr, "a.zarr"),
+    "an OME-Zarr": (write_zarr, "a.zarr"),
     "a DICOM folder": (write_dicoms, "a"),
 }
 
 
+@needs_formats
 @pytest.mark.parametrize("size", [(520, 520), (520, 712)])
 @pytest.mark.parametrize("how", PADDED)
 def test_levels_that_are_filled_up_to_whole_tiles_do_not_move_the_tissue(tmp_path, how, size):
-    if "codec" in how:
-        pytest.importorskip("imagecodecs")
-        pytest.importorskip("zarr")
     picture = np.full((*size, 3), 255, np.uint8)
     picture[384:448, 384:448] = (150, 60, 120)
     writer, name = PADDED[how]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tifffile
-from builders import halves, refused
+from builders import halves, needs_formats, refused, write_ome
 from conftest import SHARED
 from PIL import Image
 from zarr_files import ome_zarr
@@ -50,48 +50,13 @@ def strips(folder, picture):
     return folder / "a.tif"
 
 
-def ome_path(folder):
-    """Return the path for an OME-TIFF, or skip the test without the libraries that read it."""
-    for module in ("zarr", "imagecodecs"):
-        pytest.importorskip(module)
-    return folder / "a.ome.tif"
-
-
-def ome_tiff(folder, picture):
-    path, levels = ome_path(folder), halves(picture)
-    said = {"axes": "YXS", "PhysicalSizeX": MPP, "PhysicalSizeXUnit": "µm"}
-    said |= {"PhysicalSizeY": MPP * 1000, "PhysicalSizeYUnit": "nm"}
-    how = {"photometric": "rgb", "tile": (256, 256), "compression": "deflate"}
-    with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
-        tif.write(levels[0], subifds=len(levels) - 1, metadata=said, **how)
-        for level in levels[1:]:
-            tif.write(level, subfiletype=1, **how)
-    return path
-
-
-def ome_flat(**how):
-    """An OME-TIFF without a pyramid."""
+def ome(n_levels=3, **how):
+    """A writer of OME-TIFF, if the libraries that read it are here."""
 
     def write(folder, picture):
-        said = {"axes": "YXS", "PhysicalSizeX": MPP, "PhysicalSizeY": MPP}
-        tifffile.imwrite(ome_path(folder), picture, ome=True, metadata=said, photometric="rgb", **how)
-        return ome_path(folder)
-
-    return write
-
-
-def ome_planes(**channel):
-    """An OME-TIFF whose red, green and blue are planes of their own, with a pyramid in SubIFDs."""
-
-    def write(folder, picture):
-        path, levels = ome_path(folder), [np.moveaxis(level, 2, 0).copy() for level in halves(picture)]
-        said = {"axes": "CYX", "PhysicalSizeX": MPP, "PhysicalSizeY": MPP} | ({"Channel": channel} if channel else {})
-        how = {"photometric": "minisblack", "tile": (256, 256), "compression": "deflate"}
-        with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
-            tif.write(levels[0], subifds=len(levels) - 1, metadata=said, **how)
-            for level in levels[1:]:
-                tif.write(level, subfiletype=1, **how)
-        return path
+        for module in ("zarr", "imagecodecs"):
+            pytest.importorskip(module)
+        return write_ome(folder / "a.ome.tif", halves(picture, n_levels), **how)
 
     return write
 
@@ -105,16 +70,19 @@ def czi(folder, picture):
     return path
 
 
+TILES = {"tile": (256, 256), "compression": "deflate"}
 WRITERS = {
     "png": png,
     "jpeg": jpeg,
     "tiff": strips,
-    "ome-tiff": ome_tiff,
-    "ome-tiff strips": ome_flat(rowsperstrip=64),
-    "ome-tiff jpeg 2000": ome_flat(tile=(256, 256), compression="jpeg2000"),
-    "ome-tiff planes": ome_planes(),
-    "ome-tiff named planes": ome_planes(Name=["Red", "Green", "Blue"]),
-    "ome-tiff coloured planes": ome_planes(Name=["0", "1", "2"], Color=[-16776961, 16711935, 65535]),
+    "ome-tiff": ome(**TILES),
+    "ome-tiff strips": ome(1, rowsperstrip=64),
+    "ome-tiff jpeg 2000": ome(1, tile=(256, 256), compression="jpeg2000"),
+    "ome-tiff planes": ome(planes=True, **TILES),
+    "ome-tiff named planes": ome(planes=True, channel={"Name": ["Red", "Green", "Blue"]}, **TILES),
+    "ome-tiff coloured planes": ome(
+        planes=True, channel={"Name": ["0", "1", "2"], "Color": [-16776961, 16711935, 65535]}, **TILES
+    ),
     "ome-zarr 0.4": ome_zarr("0.4"),
     "ome-zarr 0.5": ome_zarr("0.5"),
     "ome-zarr yxc": ome_zarr("0.5", "yxc"),
@@ -346,8 +314,9 @@ def test_pixels_without_colors_are_refused(tmp_path, what):
     assert path.resolve() not in {one.resolve() for one in Path("/proc/self/fd").iterdir()}
 
 
+@needs_formats
 def test_the_slide_of_an_ome_tiff_is_its_largest_picture(picture, tmp_path):
-    path = ome_path(tmp_path)
+    path = tmp_path / "a.ome.tif"
     with tifffile.TiffWriter(path, ome=True) as tif:
         for pixels, mpp in ((picture[:300, :200], 8.0), (picture, MPP)):
             said = {"axes": "YXS", "PhysicalSizeX": mpp, "PhysicalSizeY": mpp}

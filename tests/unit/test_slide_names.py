@@ -51,7 +51,8 @@ def test_patients_who_look_alike_are_one(tmp_path):
 def test_placeholders_are_no_patient_and_no_label(tmp_path, word):
     assert is_missing(word)
     root = archive(tmp_path, f"{HEADER}\na.tif,p,A,tumor\nb.tif,{word},A,tumor\n")
-    refused(lambda: read_generic(root, site="A"), "slides.csv line 3", "patient is empty", "delete the row")
+    remark = f" ({word!r} means unknown)" if word else ""
+    refused(lambda: read_generic(root, site="A"), f"slides.csv line 3: patient is empty{remark};", "delete the row")
     root = archive(tmp_path, f"{HEADER}\na.tif,p,A,tumor\nb.tif,q,A,{word}\n")
     records, aside = read_generic(root, site="A")
     assert [one.slide for one in records] == ["a"] and "has no label (slides.csv line 3)" in aside[0].reason

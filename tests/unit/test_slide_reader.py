@@ -4,10 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import tifffile
+from builders import write_tiff
 from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_pyramid_levels import zeroed
 
 from wsi_fl.slides.reading import reader
 from wsi_fl.slides.reading.reader import Slide
@@ -19,16 +20,9 @@ _Y, _X = np.mgrid[:300, :420]
 SMOOTH = np.stack([_X / 2, _Y / 2, 100 + 80 * np.sin(_X / 40 + _Y / 50)], axis=-1).round().astype(np.uint8)
 
 
-def write_slide(path, levels=(IMAGE,), mpp: tuple[float, float] | None = (MPP, MPP), unit="CENTIMETER"):
+def write_slide(path, levels=(IMAGE,), **how):
     """A tiled, losslessly packed TIFF that OpenSlide opens as generic-tiff."""
-    how = {"tile": (64, 64), "photometric": "rgb", "compression": "zlib", "metadata": None}
-    if mpp:
-        per_um = {"CENTIMETER": 1e4, "INCH": 25_400.0}[unit]
-        how |= {"resolution": (per_um / mpp[0], per_um / mpp[1]), "resolutionunit": unit}
-    with tifffile.TiffWriter(path) as tif:
-        for k, level in enumerate(levels):
-            tif.write(level, subfiletype=int(k > 0), **how)
-    return path
+    return write_tiff(path, levels, **how)
 
 
 def area_average(image, left, top, scale, size):
@@ -159,11 +153,7 @@ def test_threads_share_one_handle(slide):
 
 def test_a_damaged_tile_is_named_and_the_others_still_read(tmp_path):
     path = write_slide(tmp_path / "damaged.tif")
-    with tifffile.TiffFile(path) as tif:  # second row of tiles, x from 64
-        offset, n = tif.pages[0].dataoffsets[8], tif.pages[0].databytecounts[8]
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(b"\xff" * n)
+    zeroed(path, 0, [8])  # second row of tiles, x from 64
     words = "damaged.tif: cannot be read at level-0 pixel (80, 80): "
     with Slide(path) as slide:
         for _ in range(3):

@@ -15,14 +15,13 @@ import pytest
 import tifffile
 from builders import refused
 from PIL import Image
+from test_tile import generic_study
 
 from wsi_fl.demo import simulated_slides
 from wsi_fl.slides.reading import probe
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
-from wsi_fl.study.folder import Study
 
 OPENSLIDE = """
 import sys, openslide
@@ -148,16 +147,11 @@ def test_the_child_goes_when_its_parent_is_killed(slide):
     pytest.fail("the child lives on")
 
 
-def test_tile_excludes_a_slide_with_false_sizes_and_continues(archive, slide, tmp_path):
-    init_study(tmp_path / "study", archive=archive)
-    study, folder = Study(tmp_path / "study"), tmp_path / "slides"
-    folder.mkdir()
-    shutil.copy(slide, folder / "good.tif")
-    write_false_tiff(folder / "lie.tif", n_bytes=1 << 40)
-    rows = "slide,patient,site,label\ngood.tif,p,G,normal\nlie.tif,q,G,normal\n"
-    (study.root / "slides.csv").write_text(rows)
-    site = f'name = "G"\nreal = false\nslides = "{folder}/*.tif"\nlayout = "generic"\nlabels = "slides.csv"\n'
-    (study.root / "sites" / "G.toml").write_text(site)
+def test_tile_excludes_a_slide_with_false_sizes_and_continues(slide, tmp_path):
+    good, lie = tmp_path / "good.tif", write_false_tiff(tmp_path / "lie.tif", n_bytes=1 << 40)
+    shutil.copy(slide, good)
+    rows = [(path.name, path.stem, "G", "normal") for path in (good, lie)]
+    study = generic_study(tmp_path / "archive", rows, (good, lie))
     settings = ["tile.size_px=32", "tile.mpp=1.0", "tile.balance=false"]
     row = tile_slides(study, site="G", overrides=settings)["sites"][0]
     (aside,) = row["failed"]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tifffile
-from builders import halves, refused
+from builders import change_tag, halves, needs_formats, refused
 from PIL import Image
 
 from wsi_fl.slides.reading.formats import source
@@ -22,11 +22,6 @@ GREY = PICTURE[..., 0]
 ONE = np.full((200, 264, 1), 128, np.uint8)
 
 
-def write(path, pixels=PICTURE, **how):
-    tifffile.imwrite(path, pixels, **({"photometric": "rgb", "compression": "deflate"} | HOW | how))
-    return path
-
-
 def write_pages(path, *pages):
     """Write pages of (pixels, their tags)."""
     with tifffile.TiffWriter(path) as tif:
@@ -34,6 +29,10 @@ def write_pages(path, *pages):
             usual = {"photometric": "rgb" if pixels.ndim == 3 else "minisblack", "compression": "deflate"}
             tif.write(pixels, **(HOW | usual | how))
     return path
+
+
+def write(path, pixels=PICTURE, **how):
+    return write_pages(path, (pixels, {"photometric": "rgb"} | how))
 
 
 def extra(*kinds):
@@ -145,9 +144,8 @@ def write_codec(path, codec, pixels=PICTURE, **more):
 
 
 @pytest.mark.parametrize("codec", CODECS)
+@needs_formats
 def test_codecs_that_openslide_lacks_are_read_as_tifffile_reads_them(tmp_path, codec):
-    for module in ("zarr", "imagecodecs"):
-        pytest.importorskip(module)
     path = write_codec(tmp_path / "a.tif", codec)
     judges = [page.asarray() for page in tifffile.TiffFile(path).pages]
     with Slide(path) as slide:
@@ -171,16 +169,10 @@ def missing(name):
     raise ModuleNotFoundError(name=name)
 
 
+@needs_formats
 def test_an_unsupported_codec_is_refused_by_its_number(tmp_path):
-    for module in ("zarr", "imagecodecs"):
-        pytest.importorskip(module)
     path = write_codec(tmp_path / "a.tif", "lzma")
-    content = bytearray(path.read_bytes())
-    with tifffile.TiffFile(path) as tif:
-        for page in tif.pages:
-            place = page.tags[259].valueoffset
-            content[place : place + 2] = (52_479).to_bytes(2, "little")
-    path.write_bytes(content)
+    change_tag(path, 259, lambda _: 52_479, pages=(0, 1, 2))
     refused(partial(Slide, path), "a.tif", "codec 52479", "no library here reads", "tiles of JPEG")
 
 
@@ -193,9 +185,8 @@ def test_16_bits_or_several_pages_are_refused_with_any_codec(tmp_path):
 
 
 @pytest.mark.parametrize("tiled", [True, False])
+@needs_formats
 def test_the_largest_picture_is_the_slide_wherever_it_stands(tmp_path, tiled):
-    for module in ("zarr", "imagecodecs"):
-        pytest.importorskip(module)
     how = {} if tiled else {"tile": None}
     label = np.zeros((80, 90, 3), np.uint8)
     small = (halves(PICTURE)[1], how | {"subfiletype": 1})
@@ -209,21 +200,10 @@ def test_the_largest_picture_is_the_slide_wherever_it_stands(tmp_path, tiled):
             np.testing.assert_array_equal(slide.read((30, 20), 150, MPP), PICTURE[20:170, 30:180])
 
 
-def set_kind(path, numbers, kind):
-    """Write NewSubfileType of some pages anew, as tifffile writes no masks of 8 bits."""
-    content = bytearray(path.read_bytes())
-    with tifffile.TiffFile(path) as tif:
-        for page in (tif.pages[number] for number in numbers):
-            place = page.tags[254].valueoffset
-            content[place : place + 4] = kind.to_bytes(4, "little")
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("what", ["bit", "byte", "byte of a grey slide", "other channels"])
+@needs_formats
 def test_masks_of_overviews_are_no_levels(tmp_path, what):
     """As in a Cloud Optimized GeoTIFF with an internal mask. OpenSlide opens none of one bit as tifffile writes it."""
-    for module in ("zarr", "imagecodecs"):
-        pytest.importorskip(module)
     picture = GREY if "grey" in what else PICTURE
     pages = []
     for k, level in enumerate(halves(picture)):
@@ -232,7 +212,7 @@ def test_masks_of_overviews_are_no_levels(tmp_path, what):
         pages += [(level, {"subfiletype": int(k > 0)}), (mask, kind)]
     path = write_pages(tmp_path / "a.tif", *pages)
     if what.startswith("byte"):
-        set_kind(path, (1, 3, 5), 5)
+        change_tag(path, 254, lambda _: 5, pages=(1, 3, 5))  # tifffile writes no masks of 8 bits
     with Slide(path) as slide:
         assert slide.level_downsamples == (1, 2, 4)
         assert slide.vendor == ("tiled tiff" if what == "bit" else "generic-tiff")
@@ -250,14 +230,9 @@ def test_a_picture_with_differently_reduced_sides_is_no_level(tmp_path):
     )
     with Slide(path) as slide:
         assert slide.level_downsamples == (1, 4)
-        seen = slide.read((0, 0), 66, 1.5 * MPP)
-        assert (
-            np.abs(
-                seen.astype(int)
-                - np.asarray(Image.fromarray(PICTURE).resize((176, 133), Image.Resampling.BOX))[:66, :66]
-            ).mean()
-            < 6
-        )
+        seen = slide.read((0, 0), 66, 1.5 * MPP).astype(int)
+    meant = np.asarray(Image.fromarray(PICTURE).resize((176, 133), Image.Resampling.BOX))[:66, :66]
+    assert np.abs(seen - meant).mean() < 6
 
 
 def test_a_damaged_list_of_directories_is_reported(tmp_path):

@@ -225,13 +225,10 @@ def find_preset(name: str) -> str | None:
 
 _UNSUPPORTED = {
     "conch": "has attention pooling of its own",
-    "titan": "makes one vector of a whole slide",
-    "prism": "makes one vector of a whole slide",
-    "musk": "has an architecture of its own",
-    "ctranspath": "has an architecture of its own",
+    **dict.fromkeys(("titan", "prism"), "makes one vector of a whole slide"),
+    **dict.fromkeys(("musk", "ctranspath"), "has an architecture of its own"),
     "keep": "has a projection of its own",
-    "gpfm": "has weights under names of their own",
-    "mstar": "has weights under names of their own",
+    **dict.fromkeys(("gpfm", "mstar"), "has weights under names of their own"),
 }
 """Reasons why encoders are not presets, by the prefix of their names."""
 

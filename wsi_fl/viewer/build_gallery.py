@@ -88,8 +88,10 @@ def _build_prediction_gallery(study: Study, run_name: str | None, folder: Path |
             slides.setdefault(key, []).append(site_file)
     for site_file in predictions:
         key = str(_find_file(study, site_file)), site_file.slide
-        if site_file.site not in site_slides and key in slides and _is_visible(study, site_file):
-            slides[key].append(site_file)
+        if site_file.site not in site_slides and key in slides:
+            has_left = site_file.score["model"] in ("proxy", "shared")
+            if has_left or study.load_site(site_file.site).allows("private_model"):
+                slides[key].append(site_file)
     names = study.site_names() if site is None else []
     visible = {*site_slides, *(name for name in names if study.load_site(name).allows("patches"))}
     exhibits = [_build_exhibit(site_slides[group[0].site], group, owners, visible) for group in slides.values()]
@@ -176,10 +178,6 @@ def _choose_sites(study: Study, run: RunFolder, predictions: Sequence[Prediction
     if omitted := ", ".join(name for name in names if name not in visible):
         print_message(f"  predictions of {omitted} are left out: real sites, each shown only with --site", "yellow")
     return visible
-
-
-def _is_visible(study: Study, prediction: Prediction) -> bool:
-    return prediction.score["model"] in ("proxy", "shared") or study.load_site(prediction.site).allows("private_model")
 
 
 def _find_file(study: Study, prediction: Prediction) -> Path | None:

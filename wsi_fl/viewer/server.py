@@ -171,11 +171,7 @@ class _Connection(H11Protocol):
 
 
 def _listen_locally(port: int | None) -> socket.socket:
-    """Return a socket at a port; by default at 8642, or a free one if it is taken.
-
-    Raises:
-        UsageError: when the given port is taken or not allowed.
-    """
+    """Return a socket at a port; by default at 8642, or a free one if it is taken."""
     try:
         return socket.create_server((ADDRESS, _DEFAULT_PORT if port is None else port), backlog=_MAX_CONNECTIONS)
     except OSError as error:

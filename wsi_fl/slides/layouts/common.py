@@ -307,12 +307,9 @@ def apply_splits(
 
 def group_sites(pairs: Iterable[tuple[str, str]], annotations: str | None, labels: str | None) -> list[ArchiveSite]:
     """Return the sites of an archive in order, from (site, glob pattern) of each slide."""
-    patterns: dict[str, list[str]] = {}
-    for site, pattern in pairs:
-        patterns.setdefault(site, []).append(pattern)
     return [
         ArchiveSite(site, tuple(sorted(set(site_patterns))), annotations, labels, len(site_patterns))
-        for site, site_patterns in sorted(patterns.items())
+        for site, site_patterns in sorted(group_pairs(pairs).items())
     ]
 
 

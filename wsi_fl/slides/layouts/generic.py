@@ -50,7 +50,9 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlid
         name = file_name_of(row["slide"])
         matches = by_name.get(row["slide"]) or by_name.get(name) or by_stem.get(name)
         if matches is None:  # a suffix in another case, ".SVS"
-            matches = [path for path in by_stem.get(Path(name).stem, ()) if _is_same_suffix(path, name)]
+            matches = [
+                path for path in by_stem.get(Path(name).stem, ()) if path.suffix.lower() == Path(name).suffix.lower()
+            ]
         if len(matches) == 1:
             return _generic_record(sources, row, matches[0], labels)
         several = f"several files are called so ({', '.join(path.name for path in matches)}); add the suffix"
@@ -60,10 +62,6 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlid
         raise UsageError(f"{sources.label}: {table.name} has no row of site {sources.site}")
     sources.report_rows(table, rows, len(site_rows))
     return apply_splits([read_row(row) for row in site_rows], sources)
-
-
-def _is_same_suffix(path: Path, name: str) -> bool:
-    return path.suffix.lower() == Path(name).suffix.lower()
 
 
 def _describe_missing(name: str, files: Sequence[Path]) -> str:

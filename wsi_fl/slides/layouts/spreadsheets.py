@@ -22,17 +22,6 @@ _OPTIONAL = frozenset({"label", "split", "mpp", "annotation", "diagnosis", "tumo
 _PLURAL = {"annotations": "annotation"}
 
 
-def _read_separator(text: str) -> str:
-    """Return the separator declared for Excel in the first line of a table; "" for none.
-
-    Example:
-        >>> _read_separator("sep=;"), _read_separator("slide,patient")
-        (';', '')
-    """
-    match = _SEPARATOR.fullmatch(text.rstrip("\r\n"))
-    return match[1] if match else ""
-
-
 def find_header(text: str, needed: Collection[str]) -> tuple[int, str, str]:
     """Return (number of lines before the header, the header, its separator if the first line declares one).
 
@@ -51,7 +40,8 @@ def find_header(text: str, needed: Collection[str]) -> tuple[int, str, str]:
     header_line: tuple[int, str] | None = None
     number = -1
     for number, line in enumerate(lines):
-        if number == 0 and (separator := _read_separator(line)):
+        if number == 0 and (match := _SEPARATOR.fullmatch(line.rstrip("\r\n"))):
+            separator = match[1]  # as declared for Excel
             continue
         if not line.strip():
             continue

@@ -52,7 +52,8 @@ def find_artifacts(
         if kind == "blur":
             shares[kind] = _measure_blur(survey, rows)
         else:
-            mask = _find_black(planes(), um_per_px) if kind == "black" else _find_pen(survey, planes(), um_per_px)
+            is_pen = kind == "pen"
+            mask = _find_pen(survey, planes(), um_per_px) if is_pen else _drop_spots(planes().black, um_per_px)
             shares[kind] = tissue_fraction(mask, survey.xy_l0, survey.side_l0, survey.downsample)[rows]
     reason = np.full(len(rows), "", "<U6")
     for kind in reversed([kind for kind in KINDS if kind in shares]):
@@ -89,11 +90,6 @@ def describe_reasons(reasons: NDArray[np.str_]) -> str:
     return ", ".join(f"{n} {kind}" for kind in KINDS if (n := int((reasons == kind).sum())))
 
 
-def _find_black(planes: ColorPlanes, um_per_px: float) -> NDArray[np.bool_]:
-    """Return where the thumbnail [h, w] was not scanned."""
-    return _drop_spots(planes.black, um_per_px)
-
-
 def _find_pen(survey: SlideSurvey, planes: ColorPlanes, um_per_px: float) -> NDArray[np.bool_]:
     """Return where the thumbnail [h, w] shows ink.
 
@@ -109,19 +105,11 @@ def _drop_spots(mask: NDArray[np.bool_], um_per_px: float) -> NDArray[np.bool_]:
 
 
 def _blur_share(patches: NDArray[np.uint8], glass: float) -> NDArray[np.float32]:
-    """Return the share float32[b] of out-of-focus tissue in patches uint8[b, h, w, 3] at 2 µm per pixel.
+    """Return the share float32[b] of out-of-focus tissue in patches uint8[b, h, w, 3] at 2 µm per pixel, on this glass.
 
     The measure of a part of a patch is the energy of a Laplacian on its pixels over that of a Laplacian on means of
     2 × 2 pixels. It does not depend on the strength of the stain: sharp tissue has 0.5 to 2, tissue blurred by a
     Gaussian of 2 µm 0.13 to 0.28.
-
-    Args:
-        glass: brightness of the slide's background, from 0 to 255; parts that bright are not tissue.
-
-    Example:
-        >>> noise = np.random.default_rng(0).integers(90, 190, (1, 64, 64, 1), np.uint8).repeat(3, 3)
-        >>> _blur_share(noise, glass=240).tolist()
-        [0.0]
     """
     green = patches[..., 1].astype(np.float32)
     block = min(_BLOCK_PX, min(green.shape[1:]) // 2 * 2)

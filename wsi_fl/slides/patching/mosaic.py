@@ -90,10 +90,7 @@ def plan_mosaic(record: SlideRecord, spec: GridSpec, params: MosaicParams, *, re
 
 
 def _find_candidates(tissue: NDArray[np.float32], min_tissue: float, max_patches: int) -> tuple[NDArray[np.int64], str]:
-    """Return (rows, note) of the patches with enough tissue, by their shares of tissue float32[n].
-
-    If none has enough: the best few (at least one, each with half the best one's tissue or more) and a note.
-    """
+    """Return (rows, note) of the patches with enough tissue, by their shares float32[n]; else of the best few."""
     rows = np.flatnonzero(tissue >= max(min_tissue, 1e-6))
     if len(rows):
         return rows, ""

@@ -7,6 +7,7 @@ spellings of all its versions.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,18 +30,14 @@ _Ring: TypeAlias = NDArray[np.float64]
 
 _MAX_REASON_CHARS = 200
 """Length of a file's text in messages."""
-_PLURALS = {"TMA core": "TMA cores", "object without a shape": "objects without a shape"} | {
-    "outline without area": "outlines without area"
-}
-_ROOT_KIND = ""
 _ANALYSIS_KINDS = {
     **dict.fromkeys(("tile", "PathTileObject"), "tile"),
     **dict.fromkeys(("cell", "PathCellObject"), "cell"),
     **dict.fromkeys(("detection", "PathDetectionObject"), "detection"),
     **dict.fromkeys(("tma_core", "tmaCore", "TMACoreObject"), "TMA core"),
-    **dict.fromkeys(("root", "PathRootObject"), _ROOT_KIND),
+    **dict.fromkeys(("root", "PathRootObject"), ""),
 }
-"""QuPath's objects made by an analysis, not by a person, in the spellings of its versions."""
+"""QuPath's objects made by an analysis, not by a person, in the spellings of its versions; "" is not counted."""
 _ANNOTATION_KINDS = {"annotation", "PathAnnotationObject"}
 _ASAP_AREAS = ("polygon", "rectangle", "spline", "")
 _ASAP_POINTS = ("dot", "pointset")
@@ -77,7 +74,10 @@ class Outlines:
     @property
     def remark(self) -> str:
         """A note on the file, as "left out as no outlined areas: 12 cells", or ""."""
-        parts = [f"{n} {_pluralize_kind(kind, n)}" for kind, n in sorted(self.omissions.items()) if n]
+        counts = [(n, kind) for kind, n in sorted(self.omissions.items()) if n]
+        parts = [
+            f"{n} {kind}" if n == 1 else re.sub(r"(TMA )?\w+", rf"{n} \g<0>s", kind, count=1) for n, kind in counts
+        ]
         if not parts:
             return "" if self.areas else "holds no outline"
         enumeration = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
@@ -95,14 +95,6 @@ def list_polygons(geometry: _Geometry) -> list[_Geometry]:
     """Return the polygons with area in a shapely geometry of any kind."""
     flat = shapely.get_parts(shapely.get_parts(np.atleast_1d(geometry)))
     return [part for part in flat if part.geom_type == "Polygon" and part.area > 0]
-
-
-def _pluralize_kind(kind: str, n: int) -> str:
-    if n == 1:
-        return kind
-    return _PLURALS.get(kind) or (
-        kind.replace("annotation", "annotations", 1) if kind.startswith("annotation") else f"{kind}s"
-    )
 
 
 class _FormatError(ValueError):
@@ -212,7 +204,7 @@ def _parse_geojson(data: bytes, path: Path) -> Outlines:
     return outlines
 
 
-def _add_feature(feature: dict[str, Any], outlines: Outlines) -> None:
+def _add_feature(feature: Mapping[str, Any], outlines: Outlines) -> None:
     """Add the outlines of a feature and its children."""
     if _require_key(feature, "type", "a feature") != "Feature":
         return _add_geometry(feature, "", outlines)
@@ -223,7 +215,7 @@ def _add_feature(feature: dict[str, Any], outlines: Outlines) -> None:
     # QuPath leaves out the geometry of objects without one
     geometry = _require_key(feature, "geometry", "a feature") if kind is None else feature.get("geometry")
     if kind in _ANALYSIS_KINDS:
-        outlines.omissions[_ANALYSIS_KINDS[kind]] += kind not in {"root", "PathRootObject"}
+        outlines.omissions[_ANALYSIS_KINDS[kind]] += bool(_ANALYSIS_KINDS[kind])
     elif geometry is None:
         outlines.omissions["object without a shape"] += 1
     else:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from wsi_fl.types import ExcludedSlide, SlideRecord, natural_key
 
 _MAX_NAMED_SLIDES = 6
@@ -39,27 +41,22 @@ def find_copies(scans: Iterable[Scan]) -> list[list[Scan]]:
         [['a', 'c']]
     """
     scan_list = list(scans)
-    roots = _find_roots((scan.marks for scan in scan_list), len(scan_list))
     groups: dict[int, list[Scan]] = {}
-    for number, scan in enumerate(scan_list):
-        groups.setdefault(roots[number], []).append(scan)
+    for label, scan in zip(_label_components([scan.marks for scan in scan_list]), scan_list, strict=True):
+        groups.setdefault(label, []).append(scan)
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _find_roots(keys: Iterable[Iterable[str]], n: int) -> list[int]:
-    """Return for each of n items the first item of its component; items with a common key are connected."""
-    roots, first_numbers = list(range(n)), dict[str, int]()
+def _label_components(keys: Sequence[Iterable[str]]) -> list[int]:
+    """Return for each item the number of its component; items with a common key are connected."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
 
-    def find_root(number: int) -> int:
-        while roots[number] != number:
-            number = roots[number]
-        return number
-
-    for number, names in enumerate(keys):
-        for name in names:
-            a, b = sorted((find_root(first_numbers.setdefault(name, number)), find_root(number)))
-            roots[b] = a
-    return [find_root(number) for number in range(n)]
+    first_numbers: dict[str, int] = {}
+    pairs = [(first_numbers.setdefault(key, k), k) for k, item_keys in enumerate(keys) for key in item_keys]
+    edges = tuple(np.array(pairs, np.int64).reshape(-1, 2).T)
+    _, labels = connected_components(coo_array((np.ones(len(pairs)), edges), (len(keys), len(keys))), directed=False)
+    return list(map(int, labels))
 
 
 def find_persons(records: Sequence[SlideRecord], marks: Mapping[str, frozenset[str]]) -> dict[str, str]:
@@ -68,8 +65,8 @@ def find_persons(records: Sequence[SlideRecord], marks: Mapping[str, frozenset[s
     keys: dict[str, set[str]] = {patient: set() for patient in patients}
     for record in records:
         keys[record.patient] |= marks.get(record.slide, frozenset())
-    roots = _find_roots((keys[patient] for patient in patients), len(patients))
-    return {patient: patients[first] for patient, first in zip(patients, roots, strict=True)}
+    labels, first = _label_components(list(keys.values())), dict[int, str]()
+    return {patient: first.setdefault(label, patient) for patient, label in zip(patients, labels, strict=True)}
 
 
 def drop_leaks(
@@ -103,8 +100,7 @@ def describe_copies(scans: Iterable[Scan]) -> list[str]:
 
 def describe_shared(scans: Iterable[Scan]) -> list[str]:
     """Return a line for each scan at several sites."""
-    groups = find_copies(scans)
-    return [_describe_group(group) for group in groups if len({scan.site for scan in group}) > 1]
+    return [_describe_group(group) for group in find_copies(scans) if len({scan.site for scan in group}) > 1]
 
 
 def _describe_group(group: Sequence[Scan]) -> str:

@@ -52,12 +52,6 @@ def _label_patches(
     With outlines a patch is tumour when at least `min_tumor` of it lies inside, and healthy only when it shares
     no area with tumour *and* the slide is negative or exhaustively outlined; others are dropped.
     Under weak supervision every patch with tissue takes its slide's label.
-
-    Example:
-        >>> keep, label = _label_patches(np.float32([1, 1, 1, 0]), np.float32([0, 0.3, 0.9, 0]), "annotated", True,
-        ...                             PlanParams(min_tissue=0.5, min_tumor=0.5))
-        >>> keep.tolist(), label.tolist()
-        ([True, False, True, False], [0, 0, 1, 0])
     """
     has_tissue = tissue_fraction >= params.min_tissue
     if supervision in {"weak", "negative", "unlabelled"}:
@@ -166,10 +160,7 @@ def plan_slide(
 def _measure_outlined(
     survey: SlideSurvey, annotations: Annotations | None, params: PlanParams
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the shares [n] of each patch that are outlined as tumour, NaN under weak supervision, and as unsure.
-
-    Patches with too little tissue are not measured: 0.
-    """
+    """Return the shares [n] of each patch that are outlined as tumour, NaN under weak supervision, and as unsure."""
     tumor, unsure = np.zeros((2, len(survey.tissue)), np.float32)
     if annotations is not None:
         rows = survey.tissue >= params.min_tissue

@@ -12,6 +12,7 @@ import shapely
 from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
 from wsi_fl.slides.patching.grid import grid_positions, patch_side_l0
 from wsi_fl.slides.patching.outline_files import Corner, read_outlines
@@ -24,7 +25,6 @@ from wsi_fl.slides.patching.outline_placement import (
     transform_area,
 )
 from wsi_fl.slides.patching.tissue import NoTissueError, TissueParams, TissueSegmentation, find_tissue, tissue_fraction
-from wsi_fl.slides.reading.orientation import read_orientation
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.system.file_names import find_file
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError, single_line
@@ -34,6 +34,7 @@ PICTURE_PX = 1024
 _MAX_THUMBNAIL_PX = 2048
 _MAX_MASK_PX = 1 << 26
 _SHAPE_TOLERANCE = 0.05
+_ORIENTATION_TAG = 274
 _TURNED_VENDOR = "plain picture"
 """Vendor of the only slides that are turned by their orientation tag."""
 
@@ -144,8 +145,13 @@ def build_slide_geometry(slide: Slide, tissue: TissueParams) -> SlideGeometry:
 
 
 def _note_turn(path: Path) -> list[str]:
-    orientation = read_orientation(path)
-    if orientation == 1:
+    """Return a note on the orientation of a TIFF's first picture (TIFF 6.0, tag 274), which OpenSlide ignores."""
+    try:
+        with TiffImageFile(path) as picture:
+            orientation = picture.tag_v2.get(_ORIENTATION_TAG, 1)
+    except (OSError, SyntaxError, TypeError, ValueError):  # Pillow's, for other files
+        return []
+    if orientation not in range(2, 9):
         return []
     return [f"has TIFF orientation {orientation}, which is ignored; it is read unrotated, as OpenSlide shows it"]
 
@@ -176,9 +182,6 @@ def _read_mask(path: Path, slide_geometry: SlideGeometry, origin: Origin = None)
 
     Outlines of a GeoJSON file, of any class, are in level-0 pixels; a PNG covers the whole slide or its scanned
     area at any scale. Opaque pixels are tissue; without an alpha channel, pixels brighter than half the maximum.
-
-    Raises:
-        WsiFlError: when the file is damaged, too large, in another unit, or without tissue.
     """
     if path.suffix == ".png":
         mask, notes = _read_png_mask(path, slide_geometry, origin)

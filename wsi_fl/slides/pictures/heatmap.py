@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -150,16 +150,10 @@ def _find_regions(predictions: PatchPredictions, class_index: int) -> list[_Regi
     centres = shapely.points((boxes[:, :2] + boxes[:, 2:]) / 2)
     polygon_index, patch_index = shapely.STRtree(centres).query(polygons, predicate="contains")
     probabilities = predictions.class_probability[rows]
+    parts = (probabilities[patch_index[polygon_index == k]] for k in range(len(polygons)))
     return [
-        _Region(
-            class_index,
-            polygon,
-            len(region_probabilities),
-            float(region_probabilities.mean()),
-            float(region_probabilities.max()),
-        )
-        for k, polygon in enumerate(polygons)
-        for region_probabilities in (probabilities[patch_index[polygon_index == k]],)
+        _Region(class_index, polygon, len(part), float(part.mean()), float(part.max()))
+        for polygon, part in zip(polygons, parts, strict=True)
     ]
 
 
@@ -296,33 +290,24 @@ def _place_outlines(predictions: PatchPredictions, width: int) -> list[tuple[int
 
 
 def _draw_legend(page: Image.Image, top: int, predictions: PatchPredictions, legend: str, *, um_per_px: float) -> None:
-    """Draw a colour bar with numbers, and a scale bar."""
-    draw = ImageDraw.Draw(page)
+    """Draw the colours from 0 to 1 as on tissue, with numbers and a mark at the threshold, and a scale bar."""
+    draw, (width, height) = ImageDraw.Draw(page), _BAR_PX
     is_binary = len(predictions.classes) == 2
     default = f"{predictions.classes[1]} probability" if is_binary else "probability of the likeliest class"
-    x_min, bar_top = _MARGIN_PX + 6, top + 34
-    room_px = page.width - x_min - _MARGIN_PX
-    draw.text(
-        (x_min, top + 16), shorten_to_fit(draw, legend or default, room_px, load_font()), INK, load_font(), anchor="lm"
-    )
-    _draw_bar(page, (x_min, bar_top), predictions.threshold)
-    scale_end = (page.width - _MARGIN_PX, bar_top + _BAR_PX[1] // 2 + 7)
-    draw_scale_bar(draw, scale_end, um_per_px, page.width / 6)
-
-
-def _draw_bar(page: Image.Image, corner: tuple[int, int], threshold: float) -> None:
-    """Draw the colours from 0 to 1 as on tissue, with numbers and a mark at the threshold."""
-    draw, (width, height), (x_min, y_min) = ImageDraw.Draw(page), _BAR_PX, corner
+    x_min, y_min, y_max = _MARGIN_PX + 6, top + 34, top + 34 + height
+    text = shorten_to_fit(draw, legend or default, page.width - x_min - _MARGIN_PX, load_font())
+    draw.text((x_min, top + 16), text, INK, load_font(), anchor="lm")
     rgb, opacity = _map_colors(np.linspace(0, 1, width))
     row = _TISSUE_GRAY + (rgb - _TISSUE_GRAY) * opacity[:, None]
-    page.paste(Image.fromarray(np.broadcast_to(row, (height, width, 3)).round().astype(np.uint8)), corner)
+    page.paste(Image.fromarray(np.broadcast_to(row, (height, width, 3)).round().astype(np.uint8)), (x_min, y_min))
     for tick in _TICKS:
         x = x_min + tick * (width - 1)
-        draw.line((x, y_min + height, x, y_min + height + 4), fill=INK, width=1)
-        draw.text((x, y_min + height + 7), f"{tick:g}", INK, load_font(13), anchor="mt")
-    x = x_min + threshold * (width - 1)
-    draw.line((x, y_min - 4, x, y_min + height), fill=PAPER, width=5)
-    draw.line((x, y_min - 4, x, y_min + height), fill=INK, width=3)
+        draw.line((x, y_max, x, y_max + 4), fill=INK, width=1)
+        draw.text((x, y_max + 7), f"{tick:g}", INK, load_font(13), anchor="mt")
+    x = x_min + predictions.threshold * (width - 1)
+    for ink, line_px in ((PAPER, 5), (INK, 3)):
+        draw.line((x, y_min - 4, x, y_max), fill=ink, width=line_px)
+    draw_scale_bar(draw, (page.width - _MARGIN_PX, y_min + height // 2 + 7), um_per_px, page.width / 6)
 
 
 def write_geojson(
@@ -348,9 +333,11 @@ def write_geojson(
 
 def _iterate_features(
     predictions: PatchPredictions, colors: Sequence[Color], identity: str, corner_l0: tuple[int, int] = (0, 0)
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Mapping[str, object]]:
     """Yield the features of regions, largest first, then of patches."""
-    titles = _class_titles(predictions.classes)
+    titles = [name[:1].upper() + name[1:] for name in predictions.classes]  # as in QuPath (Tumor)
+    if len(set(titles)) < len(titles):
+        titles = list(predictions.classes)
     counts: dict[int, int] = {}
     corner = np.array(corner_l0)
     for region in predictions.regions:
@@ -391,9 +378,3 @@ def _iterate_features(
                 "measurements": {f"{titles[k]} probability": round(p[k], 6) for k in predictions.region_classes},
             },
         }
-
-
-def _class_titles(classes: Sequence[str]) -> list[str]:
-    """Return the distinct names of classes in QuPath, which begin with a capital (Tumor)."""
-    titles = [name[:1].upper() + name[1:] for name in classes]
-    return titles if len(set(titles)) == len(titles) else list(classes)

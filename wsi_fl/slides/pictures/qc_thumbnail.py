@@ -112,13 +112,10 @@ def _patch_box(corner: NDArray[np.float64], side: float) -> tuple[float, float, 
 
 def _draw_tissue(picture: Image.Image, mask: NDArray[np.bool_]) -> None:
     """Draw the outline of the tissue, two pixels wide."""
+    from skimage.segmentation import find_boundaries
+
     image = Image.fromarray(mask.astype(np.uint8) * 255).resize(picture.size, Image.Resampling.BILINEAR)
-    is_tissue = np.asarray(image) > 127
-    edge = np.zeros(is_tissue.shape, bool)
-    for edges, masks in ((edge, is_tissue), (edge.T, is_tissue.T)):
-        differs = masks[1:] != masks[:-1]
-        edges[1:] |= differs
-        edges[:-1] |= differs
+    edge = find_boundaries(np.asarray(image) > 127, connectivity=1)
     picture.paste(_TISSUE_COLOR, mask=Image.fromarray(edge))
 
 

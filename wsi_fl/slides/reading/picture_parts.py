@@ -17,13 +17,7 @@ _MAX_FAILURES, _MAX_MISSING_SHARE = 400, 0.5
 
 
 class _MissingParts(NamedTuple):
-    """The missing parts of a picture.
-
-    Attributes:
-        areas: the parts that could not be read.
-        error: the error of the last of them; None where there are none.
-        is_hopeless: whether so much failed that the remaining parts were skipped.
-    """
+    """The unreadable parts of a picture, the last error, and whether so much failed that the rest was skipped."""
 
     areas: list[Area]
     error: WsiFlError | None

@@ -168,7 +168,7 @@ class Slide:
             if not (areas := unpainted.areas):
                 break
             if level:
-                self._note_damage(level)
+                self._damaged_levels.add(level)
             elif unpainted.is_hopeless and unpainted.error is not None:
                 raise unpainted.error
         return fill_from_surroundings(out, areas), downsample
@@ -233,7 +233,7 @@ class Slide:
             return None if position is None else native.read_stream((*position, size_px, size_px))
         except WsiFlError as error:
             if number:  # a finer level makes up for it
-                self._note_damage(number)
+                self._damaged_levels.add(number)
                 return None
             raise self._read_error(corner, error) from None
 
@@ -257,7 +257,7 @@ class Slide:
             except WsiFlError:
                 if level == 0:
                     raise
-            self._note_damage(level)
+            self._damaged_levels.add(level)
             level -= 1
 
     def _read_area(
@@ -295,9 +295,6 @@ class Slide:
             f"its level {level} is damaged or lacks tiles; the affected areas are made from finer levels"
             for level in sorted(self._damaged_levels)
         )
-
-    def _note_damage(self, level: int) -> None:
-        self._damaged_levels.add(level)
 
     def _coarsest_level(self, scale: float) -> int:
         """Return the coarsest level without loss of resolution at so many level-0 pixels per output pixel."""

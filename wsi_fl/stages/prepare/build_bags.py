@@ -49,7 +49,7 @@ _READ_BATCH = 32
 
 
 @dataclass(frozen=True)
-class MosaicSelector:
+class _MosaicSelector:
     """Selects a few patches of a slide."""
 
     spec: GridSpec
@@ -107,13 +107,13 @@ class MosaicSelector:
         return selected.build_bag(encode_batches(selected.read_pixels(), encoder))
 
 
-def build_mosaic_selector(study: Study, pipeline: Pipeline, site: SiteFile, threads: int) -> MosaicSelector:
+def build_mosaic_selector(study: Study, pipeline: Pipeline, site: SiteFile, threads: int) -> _MosaicSelector:
     """Return the selector for slides of a site, by the pipeline's settings."""
     settings = pipeline.mosaic
     tissue = build_tissue_params(study, pipeline, site.annotations_origin)
     params = MosaicParams(**_mosaic_recipe(pipeline), tissue=tissue)
     spec = GridSpec(settings.size_px, settings.mpp, settings.size_px)
-    return MosaicSelector(spec, params, pipeline.slides.reader, threads)
+    return _MosaicSelector(spec, params, pipeline.slides.reader, threads)
 
 
 def _mosaic_recipe(pipeline: Pipeline) -> dict[str, Any]:

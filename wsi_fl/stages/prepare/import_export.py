@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wsi_fl.models.presets import PRESETS, find_preset
 from wsi_fl.slides.patching.scan_copies import describe_copies, drop_leaks, list_scans
@@ -92,10 +91,9 @@ def import_features(
         WsiFlError: when no slide is left.
     """
     start, progress = time.perf_counter(), watcher or SilentProgress()
-    layout = _find_layout(form)
+    layout, files = _find_files(form, source)
     scope: slide_lists.Scope = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
     pipeline, (site_file,) = slide_lists.select_sites(study, **scope)
-    files = _find_files(layout, source)
     diagnoses = slide_lists.store_classes(site_file, pipeline.subtypes) if pipeline.subtypes else ()
     table_rows = match_table(labels, files, site_file, diagnoses=diagnoses)
     progress.print_message(f"  {site}: {table_rows.account}")
@@ -115,7 +113,9 @@ def import_features(
         slides = [_rescale_slide(slide, meta.spec) for slide in slides]
         table = slide_lists.build_bag_table([slide.record for slide in slides], pipeline.subtypes, site_file)
         bags, sizes = _reread_bags(slides, layout, progress, len(records)), [slide.n_patches for slide in slides]
-        write_bags(study.mosaic_path(site), meta, table, bags, _list_scales(slides), sizes=sizes)
+        scales = [slide.mpp_l0 for slide in slides]
+        mpp_l0 = None if None in scales else np.array(scales, np.float64)
+        write_bags(study.mosaic_path(site), meta, table, bags, mpp_l0, sizes=sizes)
     row = slide_lists.build_mosaic_row(
         study,
         meta,
@@ -130,30 +130,18 @@ def import_features(
     return {"sites": [row], "next": slide_lists.next_commands(study, **scope)}
 
 
-def _find_layout(form: str) -> FeatureLayout:
+def _find_files(form: str, source: Path) -> tuple[FeatureLayout, dict[str, Path]]:
     if form not in LAYOUTS:
         raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
-    return LAYOUTS[form]
-
-
-def _find_files(layout: FeatureLayout, source: Path) -> dict[str, Path]:
     if not source.is_dir():
         raise UsageError(f"--from {source}: no such folder")
-    return layout.find(source)
-
-
-def _list_scales(slides: Sequence[_ImportedSlide]) -> NDArray[np.float64] | None:
-    """Return the µm per level-0 pixel of each slide; None if one is unknown."""
-    scales = [slide.mpp_l0 for slide in slides]
-    return None if None in scales else np.array(scales, np.float64)
+    return LAYOUTS[form], LAYOUTS[form].find(source)
 
 
 def _assign_splits(
     slides: Sequence[_ImportedSlide], records: Sequence[SlideRecord], test_fraction: float
 ) -> tuple[list[_ImportedSlide], list[ExcludedSlide], list[str]]:
-    """Return slides with their splits, slides excluded because a table puts their scan into two splits, and a line for
-    each scan present several times.
-    """
+    """Return slides with their splits, slides excluded as leaks, and a line for each scan present several times."""
     marks = {imported.record.slide: frozenset({imported.mark}) for imported in slides}
     records, leaks = drop_leaks(assign_splits(records, test_fraction=test_fraction, marks=marks), marks)
     by_slide = {record.slide: record for record in records}

@@ -82,11 +82,7 @@ def match_table(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagn
 
 
 def _match_patient_files(rows: Sequence[TableRow], files: Collection[str]) -> list[TableRow]:
-    """Return the rows, or one per patient where files are named by patients.
-
-    Raises:
-        UsageError: when rows of such a patient have different labels.
-    """
+    """Return the rows, or one per patient where files are named by patients."""
     if any(match_slide_name(row["slide"], files) in files for row in rows) or not any(
         row["patient"] in files for row in rows
     ):

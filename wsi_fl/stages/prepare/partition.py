@@ -164,30 +164,23 @@ def _split_test_set(data_set: ImageDataSet, fraction: float, rng: np.random.Gene
     if not 0 < n_test < len(order):
         raise UsageError(f"--test-fraction {fraction} of {len(order)} images leaves no test or training images")
     x, y = data_set.train.x, data_set.train.y
-    digests = _hash_images(data_set.train)
-    test_rows = _exclude_copies(order[:n_test], order[n_test:], digests)
+    digests, test_rows = _hash_images(data_set.train), order[:n_test]
+    test_rows = np.sort(test_rows[~np.isin(digests[test_rows], digests[order[n_test:]])])  # without copies
     train_rows = np.setdiff1d(order, test_rows)
     if not len(test_rows):
         raise UsageError(f"--test-fraction {fraction}: all images that it draws are in training too; bring a test set")
     return ImageDataSet(ImageSet(x[train_rows], y[train_rows]), ImageSet(x[test_rows], y[test_rows]), data_set.classes)
 
 
-def _hash_images(images: ImageSet) -> NDArray[np.bytes_]:
+def _hash_images(images: ImageSet) -> NDArray[np.uint64]:
     """Return a digest of each image; equal images have equal digests."""
-    return np.array([hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images.x], "V8")
-
-
-def _exclude_copies(
-    rows: NDArray[np.int64], others: NDArray[np.int64], digests: NDArray[np.bytes_]
-) -> NDArray[np.int64]:
-    """Return the sorted rows without a copy of their image among the others."""
-    return np.sort(rows[~np.isin(digests[rows].view("u8"), digests[others].view("u8"))])
+    return np.array([hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images.x], "V8").view("u8")
 
 
 def _describe_copies(data_set: ImageDataSet) -> list[str]:
     """Return lines on copies among training images, and on test images also in training."""
-    train = _hash_images(data_set.train).view("u8")
-    test = _hash_images(data_set.test).view("u8") if data_set.test is not None else train[:0]
+    train = _hash_images(data_set.train)
+    test = _hash_images(data_set.test) if data_set.test is not None else train[:0]
     leaks, copies = int(np.isin(test, train).sum()), len(train) - len(np.unique(train))
     lines = [f"{copies} training images are copies of others, and each counts as a patient"] if copies else []
     return lines + ([f"{leaks} test images are in training too, so scores are too good"] if leaks else [])

@@ -116,18 +116,20 @@ def _next_steps(
 
 
 def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Scan]) -> _TileRow | None:
-    """Plan the slides, then write the shards, on all ranks; the first rank holds the lock and writes the columns.
-
-    The scans of stored slides are appended to `scans`.
-    """
+    """Plan the slides, then write the shards, on all ranks; and append the scans of stored slides to `scans`."""
     start, name, fraction = time.perf_counter(), slides.site.name, slides.pipeline.slides.test_fraction
-    store = slides.study.store_path(name)
+    store, n_slides = slides.study.store_path(name), len(slides.records)
     # a table that contradicts itself is refused before slides are opened
     assign_splits(slides.records, test_fraction=fraction)
     plans = Plans(store.parent / ".plans", slides.records, build_grid_spec(slides.pipeline))
     writer = ShardWriter(slides, plans, job.threads)
     with job.hold_on_first(site_lock(store.parent, name)):
-        plan_outcomes = _plan_site(slides, plans, job, watcher)
+        plan_outcomes = slide_lists.share_slides(
+            job,
+            range(n_slides),
+            lambda share: plan_slides(share, slides, plans, job.threads),
+            lambda n_done, _: watcher.update(name, n_done / 2, n_slides, "finding tissue"),
+        )
         site_scans = job.run_on_ranks(lambda: _split_slides(plans, plan_outcomes, fraction))
         shard_outcomes = _write_shards(slides, plans, plan_outcomes, writer, job, watcher)
         failed = [*slides.excluded, *slide_lists.list_excluded((*plan_outcomes, *shard_outcomes))]
@@ -144,17 +146,6 @@ def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Sc
     row = _build_row(slides, plans.records, (*plan_outcomes, *shard_outcomes), failed, counts)
     row["copies"], row["seconds"] = describe_copies(site_scans), time.perf_counter() - start
     return row
-
-
-def _plan_site(slides: SlideList, plans: Plans, job: RankJob, watcher: Watcher) -> list[Outcome]:
-    """Plan all slides of a site on all ranks; return the outcome of each."""
-    n_slides = len(slides.records)
-    return slide_lists.share_slides(
-        job,
-        range(n_slides),
-        lambda share: plan_slides(share, slides, plans, job.threads),
-        lambda n_done, _: watcher.update(slides.site.name, n_done / 2, n_slides, "finding tissue"),
-    )
 
 
 def _write_shards(
@@ -253,10 +244,7 @@ def _build_row(
 
 
 def _split_slides(plans: Plans, outcomes: list[Outcome], test_fraction: float) -> list[Scan]:
-    """Assign splits, the same to all copies of a scan; return the scans.
-
-    A slide is excluded where a table puts its scan into two splits.
-    """
+    """Assign splits, the same to all copies of a scan, and exclude leaks between splits; return the scans."""
     marks = plans.load_marks(number for number, outcome in enumerate(outcomes) if outcome.reason is None)
     plans.records = assign_splits(plans.records, test_fraction=test_fraction, marks=marks)
     records, leaks = drop_leaks(plans.records, marks)
@@ -266,9 +254,7 @@ def _split_slides(plans: Plans, outcomes: list[Outcome], test_fraction: float) -
 
 
 def _summarize_quality(slide_qualities: Iterable[SlideQuality]) -> tuple[dict[str, int], dict[str, _TissueRow]]:
-    """Return the excluded patches by artifact, and the slides by method of tissue detection with their median gain over
-    saturation.
-    """
+    """Return the excluded patches by artifact, and the slides by method of tissue detection with their median gain."""
     excluded: Counter[str] = Counter()
     gains: dict[str, list[float]] = {}
     for quality in slide_qualities:

@@ -74,7 +74,7 @@ def plan_quality(good: int, plan: SlidePlan | AllPatchesExcluded, reasons: NDArr
     )
 
 
-def hash_plan_inputs(record: SlideRecord, spec: GridSpec, params: PlanParams, reader: Reader) -> str | None:
+def _hash_plan_inputs(record: SlideRecord, spec: GridSpec, params: PlanParams, reader: Reader) -> str | None:
     """Return a digest of all inputs of a slide's plan; None where the slide must be planned each time.
 
     A file of equal size and modification time counts as the same.
@@ -188,7 +188,7 @@ def plan_slides(numbers: Sequence[int], slides: SlideList, plans: Plans, threads
     def plan_number(number: int) -> Outcome:
         record = plans.records[number]
         try:
-            digest = hash_plan_inputs(record, spec, params, reader)
+            digest = _hash_plan_inputs(record, spec, params, reader)
             if digest is not None and plans.has_plan(number, digest):
                 return Outcome(record.slide)
             check_opens_safely(record.path, record.mpp_override, reader)

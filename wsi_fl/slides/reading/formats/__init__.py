@@ -22,9 +22,11 @@ from wsi_fl.slides.reading.formats.plain_pictures import open_picture
 from wsi_fl.slides.reading.formats.scanners import open_czi, open_isyntax
 from wsi_fl.slides.reading.formats.source import PixelSource, name_mpp_properties
 from wsi_fl.slides.reading.formats.tiff_pages import (
+    TIFF_MAGIC,
     find_foreign_levels,
     main_picture,
     open_tiled_tiff,
+    query_tiff,
     require_colors,
     require_slide,
 )
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from tifffile import TiffFile
 
 _HEAD_BYTES = 1 << 16
-_TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _CZI_MAGIC = b"ZISRAWFILE"
 _Value = TypeVar("_Value")
 
@@ -65,7 +66,7 @@ def open_source(path: Path) -> PixelSource | None:
         (head.startswith(_CZI_MAGIC), open_czi),
         (b'<DataObject ObjectType="DPUfsImport"' in head, open_isyntax),
         (is_ome(path), open_ome_tiff),
-        (head.startswith(_TIFF_MAGIC), _open_tiff),
+        (head.startswith(TIFF_MAGIC), _open_tiff),
         (head.startswith(b"\x89PNG"), partial(open_picture, kind=PngImageFile)),
         (head.startswith(b"\xff\xd8\xff"), partial(open_picture, kind=JpegImageFile)),
     )
@@ -74,7 +75,7 @@ def open_source(path: Path) -> PixelSource | None:
 
 def _open_tiff(path: Path) -> PixelSource:
     """Open a plain TIFF by its tiles, or as a picture."""
-    is_tiled = _query_tiff(path, lambda tif: bool(main_picture(tif).is_tiled), False)
+    is_tiled = query_tiff(path, lambda tif: bool(main_picture(tif).is_tiled), False)
     return open_tiled_tiff(path) if is_tiled else open_picture(path, TiffImageFile)
 
 
@@ -100,7 +101,7 @@ def is_zarr(path: Path) -> bool:
 
 def is_ome(path: Path) -> bool:
     """Return whether a TIFF has OME-XML."""
-    return _query_tiff(path, lambda tif: bool(tif.is_ome), False)
+    return query_tiff(path, lambda tif: bool(tif.is_ome), False)
 
 
 def is_misread_by_openslide(path: Path) -> bool:
@@ -112,7 +113,7 @@ def is_misread_by_openslide(path: Path) -> bool:
         main, first = main_picture(tif), tif.pages[0]
         return bool(main.imagewidth * main.imagelength > first.imagewidth * first.imagelength)
 
-    return _query_tiff(path, is_other_picture, False)
+    return query_tiff(path, is_other_picture, False)
 
 
 def select_openslide_levels(path: Path, source: PixelSource, *, is_generic: bool) -> list[int]:
@@ -135,28 +136,12 @@ def select_openslide_levels(path: Path, source: PixelSource, *, is_generic: bool
         return find_foreign_levels(tif, sizes_px) if is_generic else set()
 
     no_levels: set[int] = set()
-    return select_levels(sizes_px, _query_tiff(path, find_foreign, no_levels) | find_padded_levels(source))
+    return select_levels(sizes_px, query_tiff(path, find_foreign, no_levels) | find_padded_levels(source))
 
 
 def read_ome_properties(path: Path) -> dict[str, str]:
     """Return the µm per pixel of an OME-TIFF, which OpenSlide does not find, as properties of OpenSlide."""
-    return _query_tiff(path, lambda tif: name_mpp_properties(read_ome_mpp(tif)) if tif.is_ome else {}, {})
-
-
-def _query_tiff(path: Path, query: Callable[[TiffFile], _Value], default: _Value) -> _Value:
-    """Return the result of a query of a TIFF; the default for other and for damaged files."""
-    with require_regular_file(path).open("rb") as file:
-        if not file.read(4).startswith(_TIFF_MAGIC):
-            return default
-    from tifffile import TiffFile
-
-    try:
-        with TiffFile(path) as tif:
-            return query(tif)
-    except (MemoryError, WsiFlError):
-        raise
-    except Exception:  # a damaged file
-        return default
+    return query_tiff(path, lambda tif: name_mpp_properties(read_ome_mpp(tif)) if tif.is_ome else {}, {})
 
 
 def is_czi(path: Path) -> bool:

@@ -76,7 +76,7 @@ _NUMBER_TAGS = {
 
 
 @dataclass(frozen=True)
-class Header:
+class _Header:
     """The header of one file.
 
     Attributes:
@@ -176,7 +176,7 @@ def require_one_slide(path: Path) -> None:
         )
 
 
-def _find_foreign_pair(volumes: Sequence[Header]) -> list[Header]:
+def _find_foreign_pair(volumes: Sequence[_Header]) -> list[_Header]:
     """Return two pictures of a series that are not levels of one slide; [] if all are."""
     sizes = [(volume.width, volume.height) for volume in volumes]
     levels = select_levels(sizes)
@@ -188,16 +188,16 @@ def _find_foreign_pair(volumes: Sequence[Header]) -> list[Header]:
     return _find_same_size(volumes) or (list(pyramids.values())[:2] if len(pyramids) > 1 else [])
 
 
-def _is_padded(level: Header, slide: Header) -> bool:
+def _is_padded(level: _Header, slide: _Header) -> bool:
     """Return whether a picture is a reduced copy of another with padded tiles, also by its spacing."""
     sizes = (slide.width, slide.height), (level.width, level.height)
     ratios = padding_ratios(*sizes, (level.tile_width, level.tile_height))
     return slide.spacing > 0 and any(isclose(level.spacing / slide.spacing, n, rel_tol=0.02) for n in ratios)
 
 
-def _find_same_size(volumes: Sequence[Header]) -> list[Header]:
+def _find_same_size(volumes: Sequence[_Header]) -> list[_Header]:
     """Return two pictures of one size that are not parts of one concatenation; [] if there are none."""
-    first: dict[tuple[int, int], Header] = {}
+    first: dict[tuple[int, int], _Header] = {}
     for header in volumes:
         earlier = first.setdefault((header.width, header.height), header)
         if earlier is not header and not (header.concatenation and header.concatenation == earlier.concatenation):
@@ -205,7 +205,7 @@ def _find_same_size(volumes: Sequence[Header]) -> list[Header]:
     return []
 
 
-def _require_readable(header: Header) -> None:
+def _require_readable(header: _Header) -> None:
     name = header.path.name
     if header.syntax not in _READABLE_SYNTAXES:
         codec = _CODECS.get(header.syntax, "transfer syntax")
@@ -233,7 +233,7 @@ def _require_readable(header: Header) -> None:
         )
 
 
-def read_header(path: Path) -> Header | None:
+def read_header(path: Path) -> _Header | None:
     """Return the header of a whole-slide image; None for other and for damaged files."""
     if not is_dicom(path):
         return None
@@ -253,7 +253,7 @@ def read_header(path: Path) -> Header | None:
         name: _decode_number(values.get(tag), form, default) for name, (tag, form, default) in _NUMBER_TAGS.items()
     }
     spacing = _decode_spacing(values.get(_SPACING_TAG, b""))
-    return Header(path, kind=kind, spacing=spacing, **text, **numbers)  # type: ignore[arg-type]
+    return _Header(path, kind=kind, spacing=spacing, **text, **numbers)  # type: ignore[arg-type]
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -263,7 +263,7 @@ def _list_files(folder: Path) -> list[Path]:
         return []
 
 
-def _read_headers(paths: Iterable[Path]) -> list[Header]:
+def _read_headers(paths: Iterable[Path]) -> list[_Header]:
     return [header for header in map(read_header, paths) if header is not None]
 
 
@@ -285,7 +285,7 @@ def _decode_number(value: bytes | None, form: str, default: int) -> int:
 
 
 def _read_values(data: mmap.mmap) -> dict[int, bytes]:
-    """Return the values of the tags of `Header`: from the file's head, which is explicit, and from the data set."""
+    """Return the values of the tags of `_Header`: from the file's head, which is explicit, and from the data set."""
     tags = {*_TEXT_TAGS.values(), *(tag for tag, _, _ in _NUMBER_TAGS.values())}
     start = _PREAMBLE_BYTES + 4
     values, position = {}, start
@@ -313,11 +313,7 @@ def _read_values(data: mmap.mmap) -> dict[int, bytes]:
 def _iterate_elements(
     data: bytes | mmap.mmap, position: int, *, explicit: bool, until: int
 ) -> Iterator[tuple[int, Sequence[int], int]]:
-    """Yield (tag, value, start of the next) of the elements before the tag `until`; sequences have no value.
-
-    Raises:
-        ValueError: when the data end earlier.
-    """
+    """Yield (tag, value, start of the next) of the elements before the tag `until`; sequences have no value."""
     while position + 8 <= len(data):
         tag, length, begin = _read_element(data, position, explicit=explicit)
         if tag >= until:

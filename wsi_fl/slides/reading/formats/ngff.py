@@ -100,11 +100,7 @@ def _iterate_images(path: Path, group: Any) -> Iterator[_MultiscaleImage]:
 
 
 def _read_axes(path: Path, multiscale: Mapping[str, Any], group: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the axes of a multiscale image; since NGFF 0.6 they are those of its datasets' coordinate system.
-
-    Raises:
-        WsiFlError: for versions with other axes.
-    """
+    """Return the axes of a multiscale image; since NGFF 0.6 they are those of its datasets' coordinate system."""
     axes = multiscale.get("axes")
     if systems := multiscale.get("coordinateSystems"):
         output = multiscale["datasets"][0]["coordinateTransformations"][0].get("output")

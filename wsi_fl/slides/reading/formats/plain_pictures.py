@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,11 @@ from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from wsi_fl.slides.reading.formats.source import Levels, Mpp, PixelSource, blend_rgb, digest_file
-from wsi_fl.slides.reading.formats.tiff_pages import main_picture, require_single
+from wsi_fl.slides.reading.formats.tiff_pages import main_picture, query_tiff, require_single
 from wsi_fl.types import WsiFlError
+
+if TYPE_CHECKING:
+    from tifffile import TiffFile
 
 _MAX_PX = 1 << 25
 """Largest plain picture: 134 MB with its sub-resolutions, and twice as much while it is opened."""
@@ -61,16 +65,12 @@ def _decode_picture(path: Path, kind: type[ImageFile]) -> tuple[NDArray[np.uint8
 
 def _find_main_frame(path: Path) -> int:
     """Return the number of the largest picture of a TIFF; WsiFlError if several have its size."""
-    from tifffile import TiffFile
 
-    try:
-        with TiffFile(path) as tif:
-            require_single(path, tif)
-            return int(main_picture(tif).index)
-    except (MemoryError, WsiFlError):
-        raise
-    except Exception:  # Pillow raises the error
-        return 0
+    def find_frame(tif: TiffFile) -> int:
+        require_single(path, tif)
+        return int(main_picture(tif).index)
+
+    return query_tiff(path, find_frame, 0)  # of a damaged file Pillow raises the error
 
 
 def open_picture(path: Path, kind: type[ImageFile]) -> PixelSource:

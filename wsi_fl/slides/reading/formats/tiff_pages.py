@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.reading.formats.level_selection import select_levels
 from wsi_fl.slides.reading.formats.source import Mpp, PixelSource, build_array_levels, digest_file, import_extra
+from wsi_fl.system.files import require_regular_file
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
     from tifffile import TiffFile, TiffFrame, TiffPage
 
+TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _REDUCED, _MASK = 1, 4
 """Bits of the tag NewSubfileType."""
 _WHITE_IS_ZERO, _GRAY, _RGB, _PALETTE, _TRANSPARENCY, _CMYK, _YCBCR = 0, 1, 2, 3, 4, 5, 6
@@ -29,6 +31,23 @@ _SAMPLE_FORMATS = {2: "signed numbers", 3: "floating point", 5: "complex numbers
 """Sample formats without colours."""
 _JPEG = {6, 7}
 _UNIT_UM = {2: 25_400.0, 3: 1e4}
+_Value = TypeVar("_Value")
+
+
+def query_tiff(path: Path, query: Callable[[TiffFile], _Value], default: _Value) -> _Value:
+    """Return the result of a query of a TIFF; the default for other and for damaged files."""
+    with require_regular_file(path).open("rb") as file:
+        if not file.read(4).startswith(TIFF_MAGIC):
+            return default
+    from tifffile import TiffFile
+
+    try:
+        with TiffFile(path) as tif:
+            return query(tif)
+    except (MemoryError, WsiFlError):
+        raise
+    except Exception:  # a damaged file
+        return default
 
 
 def main_picture(tif: TiffFile) -> TiffPage:
