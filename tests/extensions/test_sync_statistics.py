@@ -329,7 +329,7 @@ def test_ranks_with_separate_studies_sync_class_statistics(all_released):
     options = {"capture_output": True, "text": True, "timeout": 240, "env": launch.rank_environment(3)}
     done = subprocess.run(command, check=False, **options)
     assert done.returncode == 0, done.stderr[-3000:]
-    (run,) = hospitals.study("S0").runs.glob("0*")
+    (run,) = hospitals.study("S0").runs_path.glob("0*")
     summary = json.loads((run / "summary.json").read_text())
     hospitals.require_heads_of_files(dict.fromkeys(hospitals.identities, summary), ["S0", "S1", "S2"])
     assert all(len(hospitals.charges(name)) == 1 for name in hospitals.identities)
