@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from wsi_fl.oneshot.discrete_noise import discrete_gaussian, quantize, share_sigma
 from wsi_fl.oneshot.secagg import KeyPair, mask_values, sum_messages
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -195,20 +194,3 @@ def test_inconsistent_messages_are_refused():
     for both in (np.zeros(3, np.int64), np.zeros((3, 1), np.uint64)):
         refused(lambda m=both: sum_messages([m, m]), "message 0", error=WsiFlError)
     refused(lambda: sum_messages([first]), "two sites at least", error=WsiFlError)
-
-
-def test_noise_once_over_sites_that_add_up():
-    """Three sites, one of which may collude: the sum is there, with the noise that was asked for and half as much."""
-    rng, scale, sigma = np.random.default_rng(5), 2.0**24, 0.5 * 2.0**24
-    sums = rng.normal(size=(3, 4000)) * 10
-    share = share_sigma(sigma, 3, 1)
-    noisy = [quantize(s, scale) + discrete_gaussian(share, 4000) for s in sums]
-    noise = sum_messages(messages_of(noisy)) / scale - sums.sum(0)
-    assert noise.std() == pytest.approx(0.5 * np.sqrt(3 / 2), rel=6 / np.sqrt(8000))
-    assert abs(noise.mean()) < 6 * 0.62 / np.sqrt(4000)
-
-
-@pytest.mark.parametrize("end", [-1, 1])
-def test_the_largest_values_do_not_overflow(end):
-    values = [np.array([end * (2**63 // 3 - 1)])] * 3
-    assert sum_messages(messages_of(values)).tolist() == [3 * end * (2**63 // 3 - 1)]
