@@ -309,10 +309,8 @@ def run_job(
         write_job_files(folder, sites, job)
         number = session.submit_job(str(folder))
         on_submit(number)
-        started_s, watch = (
-            time.monotonic(),
-            _JobWatch(session, number, sites, patience_s, awaited or {}, list_revoked),
-        )
+        started_s = time.monotonic()
+        watch = _JobWatch(session, number, sites, patience_s, awaited or {}, list_revoked)
         while not (status := _job_status(session, number)).startswith("FINISHED"):
             on_wait(time.monotonic() - started_s)
             watch.check_job(status)

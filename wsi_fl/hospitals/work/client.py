@@ -83,7 +83,16 @@ def take_part(
         if resume is None:
             _refuse_second_run(study, signed_plan, approved, identity.name)
         run = None if resume is None or resume == LAST else _find_requested_run(study, resume)
-    request = _make_request(signed_plan, approved, run, without, resumes_last=resume == LAST)
+    request = RunRequest(
+        signed_plan.name,
+        run,
+        resume == LAST,
+        without,
+        may_begin_without=signed_plan.pipeline().train.min_sites is not None,
+        agreement=signed_plan.digest,
+        approved=approved,
+        parameters=signed_plan.parameters,
+    )
     context, finished = _open_context(study, signed_plan, request, identity.name)
     if finished is not None:
         print_message(f"{finished['run']} has finished already; nothing is sent again")
@@ -105,27 +114,14 @@ def take_part(
         presence=presence,
         load_revoked=load_revoked,
     )
-    if presence.min_sites is not None:
-        request = _exclude_dropouts(request, comm, presence)
+    if presence.min_sites is not None:  # the session left some out
+        dropped_out = [name for k, name in enumerate(presence.names) if k not in comm.running]
+        reasons = {name: presence.reasons.get(name, "gone, as other sites say") for name in dropped_out}
+        request = replace(request, without=dropped_out, reasons=reasons)
     try:
         return ranks.take_part(context, comm, request)
     finally:
         comm.close()
-
-
-def _make_request(
-    signed_plan: FederationPlan, approved: str, run: RunFolder | None, without: Sequence[str], *, resumes_last: bool
-) -> RunRequest:
-    return RunRequest(
-        signed_plan.name,
-        run,
-        resumes_last,
-        without,
-        may_begin_without=signed_plan.pipeline().train.min_sites is not None,
-        agreement=signed_plan.digest,
-        approved=approved,
-        parameters=signed_plan.parameters,
-    )
 
 
 def _open_context(
@@ -161,13 +157,6 @@ def _list_running(context: RunContext, request: RunRequest) -> tuple[int, ...]:
     if min_sites is not None and len(running) < min_sites:
         raise ReportableError(f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}")
     return running
-
-
-def _exclude_dropouts(request: RunRequest, comm: SecureComm, presence: SitePresence) -> RunRequest:
-    """Return a request without the sites that the session left out, with the reasons that are known here."""
-    dropped_out = [name for k, name in enumerate(presence.names) if k not in comm.running]
-    reasons = {name: presence.reasons.get(name, "gone, as other sites say") for name in dropped_out}
-    return replace(request, without=dropped_out, reasons=reasons)
 
 
 def public_summary(study: Study, site: str, summary: Summary) -> Mapping[str, object]:

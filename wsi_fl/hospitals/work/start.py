@@ -172,16 +172,12 @@ def _flare_process(kit: Kit, study: Study | None) -> Iterator[subprocess.Popen[b
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    previous_handler = signal.signal(signal.SIGTERM, _raise_interrupt)
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield process
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
         _end_process(process)
-
-
-def _raise_interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:
