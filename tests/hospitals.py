@@ -162,8 +162,7 @@ class Bed:
                 self.start(name, watched=watched)
             yield self
         finally:
-            for name in list(self.processes):
-                self.stop(name)
+            self.stop(*self.processes)
 
     def start(self, name, wait=True, watched=False, file_limit=None, env=MappingProxyType({})):
         place = [] if name == "server" else ["--study", str(self.root / name)]
@@ -185,14 +184,16 @@ class Bed:
         own = [self.root / "kits" / name, self.root / name, self.opened.folder]
         return self.opened.below(self.root, name, but=own)
 
-    def stop(self, name: str) -> None:
-        process = self.processes.pop(name)
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        process.stdout.close()
+    def stop(self, *names: str) -> None:
+        """Stop hospitals or the server, all at the same time."""
+        for name in names:
+            self.processes[name].terminate()
+        for process in map(self.processes.pop, names):
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            process.stdout.close()
 
     def commanding(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command and return its process."""

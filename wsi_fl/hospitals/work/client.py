@@ -83,16 +83,7 @@ def take_part(
         if resume is None:
             _refuse_second_run(study, signed_plan, approved, identity.name)
         run = None if resume is None or resume == LAST else _find_requested_run(study, resume)
-    request = RunRequest(
-        signed_plan.name,
-        run,
-        resume == LAST,
-        without,
-        may_begin_without=signed_plan.pipeline().train.min_sites is not None,
-        agreement=signed_plan.digest,
-        approved=approved,
-        parameters=signed_plan.parameters,
-    )
+    request = _make_request(signed_plan, approved, run, without, resumes_last=resume == LAST)
     context, finished = _open_context(study, signed_plan, request, identity.name)
     if finished is not None:
         print_message(f"{finished['run']} has finished already; nothing is sent again")
@@ -122,6 +113,21 @@ def take_part(
         return ranks.take_part(context, comm, request)
     finally:
         comm.close()
+
+
+def _make_request(
+    signed_plan: FederationPlan, approved: str, run: RunFolder | None, without: Sequence[str], *, resumes_last: bool
+) -> RunRequest:
+    return RunRequest(
+        signed_plan.name,
+        run,
+        resumes_last,
+        without,
+        may_begin_without=signed_plan.pipeline().train.min_sites is not None,
+        agreement=signed_plan.digest,
+        approved=approved,
+        parameters=signed_plan.parameters,
+    )
 
 
 def _open_context(
