@@ -302,7 +302,7 @@ def run_job(
 
     Raises:
         JobFailed: with the reason of the first hospital that failed, or of the server.
-        SiteBack: when an awaited hospital is connected again.
+        SiteReconnected: when an awaited hospital is connected again.
     """
     with tempfile.TemporaryDirectory() as place, _open_session(kit) as session:
         folder = Path(place) / "job"

@@ -198,7 +198,7 @@ def _send_signs_of_life(engine: Any, job: str) -> Iterator[None]:
 class HospitalExecutor(Executor):  # type: ignore[misc]
     """A hospital's part of a job, in a process of its own that FLARE's client started.
 
-    The content of a job is a `files.Job`.
+    The content of a job is a `JobRequest`.
     """
 
     def __init__(self) -> None:

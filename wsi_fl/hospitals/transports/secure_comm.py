@@ -84,7 +84,7 @@ class SecureComm:
 
     Raises:
         PeerTimeout: when a site did not introduce itself in time.
-        SitesGone: the same, if the others may go on without it.
+        SitesDroppedOut: the same, if the others may go on without it.
         ReportableError: when one has another plan, version, code or time.
     """
 
