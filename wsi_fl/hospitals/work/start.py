@@ -251,7 +251,7 @@ class _NoPeerWaits(Interrupted):
 def take_part_by_folder(study: Study, kit: Kit, *, folder: str | None = None, without: Sequence[str] = ()) -> Summary:
     """Do a hospital's part of its signed plan, over a folder, and return the run's summary.
 
-    A `plan.json` in the folder is approved first if the hospital's standing approval covers it; see `plans.preapproval_check`.
+    A `plan.json` in the folder is approved first if the hospital's standing approval covers it.
 
     Calling it again is always safe, also from cron. It begins the plan's run, or resumes the one that all sites have,
     from their checkpoints; releases are sent again, and nothing is charged twice except a spoilt sum. When the run has
