@@ -73,6 +73,9 @@ class Bed:
             for k in range(n if furnish else 0):
                 furnish(whole, f"S{k}", k)
         self.root, self.sites, self.pipeline = root, whole.site_names(), whole.pipeline_name(None)
+        self.simulated, self.share = whole.root, folder and Path(folder)
+        if folder:
+            self.share.mkdir(exist_ok=True)
         server = None if folder else server or f"localhost:{find_free_port()}"
         provision_federation(root / "kits", federation="trial", server=server, shared_folder=folder, sites=self.sites)
         for site in self.sites:
@@ -80,9 +83,6 @@ class Bed:
             shutil.copytree(whole.root, root / site, ignore=shutil.ignore_patterns(*others, "data.npz"))
             for file in (root / site / "sites").glob("*.toml"):
                 file.write_text(file.read_text().replace("real = false", ALLOWED))
-        self.simulated, self.share = whole.root, folder and Path(folder)
-        if folder:
-            self.share.mkdir(exist_ok=True)
         self.jobs = [{"study": str(root / site), "kit": str(root / "kits" / site)} for site in self.sites]
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self.opened = Opened(root / "opened")
