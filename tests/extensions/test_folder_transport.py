@@ -623,8 +623,9 @@ def test_a_site_with_local_rounds_begins_no_other_run_on_the_claim_of_a_peer(agr
     assert select_run(party, again, Told(told)).id == lie["identity"]
 
 
-def test_two_processes_of_a_study_cannot_take_part_at_once(killed):
-    bed, _ = killed
+def test_two_processes_of_a_study_cannot_take_part_at_once(tmp_path):
+    bed = Bed(tmp_path, 2, folder=str(tmp_path / "share"))
+    bed.sign("proxyfl", *BASE)
     study, kit = bed.study("S0"), bed.kit("S0")
     with file_lock(study.root / "federation" / ".S0.lock"):
         words = "another process of this study takes part"
@@ -633,7 +634,5 @@ def test_two_processes_of_a_study_cannot_take_part_at_once(killed):
     refused(lambda: take_part_by_folder(study, unknown), "names no folder")
     refused(lambda: take_part_by_folder(study, kit, without=["X"]), "unknown site 'X'")
     path = study.root / "federation" / "plan.json"
-    signed = path.read_text()
-    path.write_text(signed.replace("wsi_fl", "wsi_fi"))
+    path.write_text(path.read_text().replace("wsi_fl", "wsi_fi"))
     refused(lambda: take_part_by_folder(study, kit), "signed another plan")
-    path.write_text(signed)
