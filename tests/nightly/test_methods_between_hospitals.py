@@ -8,7 +8,7 @@ import prototype_package
 import pytest
 import test_mpcpa
 from federation_fixtures import needs_flare
-from hospitals import INSECURE, Bed, charged, digests, heads, one_installation  # noqa: F401
+from hospitals import INSECURE, Bed, charged, digests, heads
 from safetensors.numpy import load_file
 from test_oneshot import HEADS
 from test_replay import plant
