@@ -36,7 +36,7 @@ test-extensions: env  ## the test suite of the extensions: hospitals, one-shot, 
 	$(PYTEST) --no-loadscope-reorder --durations=30 $(EXTENSIONS)
 
 test-hospitals: .venv/.flare  ## the slow tests between hospitals: every method, every fault, over NVIDIA FLARE and a folder
-	$(PYTEST) -m slow --durations=20 --deselect 'tests/extensions/test_hostile_aggregation_peers.py::test_restarts_of_a_lying_peer_cost_no_more_than_was_approved[20]' tests/nightly/test_flare_methods.py tests/nightly/test_flare_faults.py tests/extensions/test_folder_transport.py tests/extensions/test_federation_demo.py tests/extensions/test_hostile_aggregation_peers.py
+	$(PYTEST) -m slow --durations=20 --deselect 'tests/extensions/test_hostile_aggregation_peers.py::test_restarts_of_a_lying_peer_cost_no_more_than_was_approved[20]' tests/nightly/test_methods_between_hospitals.py tests/nightly/test_flare_faults.py tests/extensions/test_folder_transport.py tests/extensions/test_federation_demo.py tests/extensions/test_hostile_aggregation_peers.py
 
 test-nightly: .venv/.flare  ## all slow tests: between hospitals, torture, fuzz, kills, walks over budgets, every case of what `test` asks of one
 	$(PYTEST) --no-loadscope-reorder -m slow --durations=30

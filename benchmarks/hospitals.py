@@ -205,7 +205,7 @@ def runs(root: Path, rounds: int) -> dict[str, Any]:
         places = {name: _hospital(root, whole, name) for name in SITES}
         bench = DemoMachine("bench", root, whole)
         common = ["--method", "proxyfl", "--pipeline", "mnist", *overrides]
-        over_mpi = _measured([whole] * len(SITES), crew.run(bench, "train", *common)["run"])
+        over_mpi = _measured([whole] * len(SITES), str(crew.run(bench, "train", *common)["run"]))
         plan = root / "plan.json"
         first = places[SITES[0]]
         crew.run(first, "federation", "plan", *common, "--out", plan)
@@ -215,7 +215,7 @@ def runs(root: Path, rounds: int) -> dict[str, Any]:
         for name, place in places.items():
             crew.start_server(place, "federation", "start", kits[name])
         said = crew.run(bench, "federation", "submit", "--kit", kits["coordinator"], "--plan", plan)
-        over_flare = _measured([places[name].working_folder for name in SITES], said["run"])
+        over_flare = _measured([places[name].working_folder for name in SITES], str(said["run"]))
     return {"mpi": over_mpi, "flare": over_flare}
 
 

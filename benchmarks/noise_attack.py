@@ -150,10 +150,10 @@ def main() -> None:
         told = attack(simulate_release(simulate_noise(MT19937, _MLP_SIZES), _MLP_SIZES))
         print(json.dumps(told, indent=1))
         raise SystemExit(not (told["found"] and told["cosine"] > 0.999))
-    told = json.dumps(attack(Release.load(given.file), tries=given.tries), indent=1)
-    print(told)
+    text = json.dumps(attack(Release.load(given.file), tries=given.tries), indent=1)
+    print(text)
     if given.out is not None:
-        given.out.write_text(told + "\n")
+        given.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -9,30 +10,38 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import pytest
-from conftest import make_study
+from conftest import make_study, write_features
 from open_tracing import Opened
 
 from wsi_fl import plugins
 from wsi_fl.hospitals.demo import find_free_port
 from wsi_fl.hospitals.plans import installed_code
 from wsi_fl.hospitals.plans.build_plan import make_plan
+from wsi_fl.hospitals.plans.preapproval import write_preapproval
+from wsi_fl.hospitals.plans.preapproval_check import make_preapproval
 from wsi_fl.hospitals.plans.review import review_plan, sign_plan
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, plan_path
+from wsi_fl.hospitals.trust import certificates
+from wsi_fl.hospitals.trust.certificates import build_request, issue_certificate
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.provisioning import provision_federation
 from wsi_fl.hospitals.trust.root_ca import RootCA
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
+from wsi_fl.system.files import read_lines
+from wsi_fl.types import UNLABELLED
 
 INSECURE = ("privacy.insecure_seed=1", "train.seed=3")
+SITES, BASE = ("S0", "S1", "S2"), ("train.rounds=3", "privacy.sigma=4", "comm.timeout_s=150")
 FEDERATION = [sys.executable, "-m", "wsi_fl", "federation"]
 ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
 
@@ -47,7 +56,16 @@ def one_installation():
 
 
 class Bed:
-    """A federation of hospitals S0, S1, … in one folder; each hospital's visible files are in a subfolder."""
+    """A federation of hospitals S0, S1, … in one folder; each hospital's visible files are in a subfolder.
+
+    Args:
+        folder: the one that all share, if no server connects them.
+        furnish: called with the study of all hospitals, a site and its index, to write the site's files.
+        whole: that study, if it is not the usual one.
+
+    Attributes:
+        jobs: of the hospitals over a folder, as `folder_hospitals` takes them.
+    """
 
     def __init__(self, root, n=2, *, folder=None, server=None, extra="", furnish=None, whole=None) -> None:
         if whole is None:
@@ -55,6 +73,9 @@ class Bed:
             for k in range(n if furnish else 0):
                 furnish(whole, f"S{k}", k)
         self.root, self.sites, self.pipeline = root, whole.site_names(), whole.pipeline_name(None)
+        self.simulated, self.share = whole.root, folder and Path(folder)
+        if folder:
+            self.share.mkdir(exist_ok=True)
         server = None if folder else server or f"localhost:{find_free_port()}"
         provision_federation(root / "kits", federation="trial", server=server, shared_folder=folder, sites=self.sites)
         for site in self.sites:
@@ -62,7 +83,7 @@ class Bed:
             shutil.copytree(whole.root, root / site, ignore=shutil.ignore_patterns(*others, "data.npz"))
             for file in (root / site / "sites").glob("*.toml"):
                 file.write_text(file.read_text().replace("real = false", ALLOWED))
-        self.simulated = whole.root
+        self.jobs = [{"study": str(root / site), "kit": str(root / "kits" / site)} for site in self.sites]
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self.opened = Opened(root / "opened")
 
@@ -82,11 +103,56 @@ class Bed:
             sign_plan(self.study(site), looked, self.kit(site).load_identity())
         return plan
 
-    def locally(self, method: str, *settings: str) -> dict[str, str]:
-        """Run the same settings in one process; return the digests of each site's models."""
-        study, given = Study(self.simulated), {"pipeline_name": self.pipeline, "backend": "local"}
-        summary = train(study, method=method, overrides=[*INSECURE, *settings], **given)
-        return {site: digests(study.root / summary["run"], site) for site in self.sites}
+    def preapprove(self, site: str, plan: FederationPlan) -> None:
+        """Let a hospital sign a standing approval of one run of plans like this one."""
+        study, limits = self.study(site), {"epsilon": None, "until": "2099-01-31", "runs": 1}
+        write_preapproval(study, make_preapproval(study, plan, site, **limits), self.kit(site).load_identity())
+
+    def write_ended_certificates(self) -> None:
+        """Put a certificate that ended yesterday next to each hospital's."""
+        root = RootCA.open(self.root / "kits")
+        for site in self.sites:
+            startup = self.root / "kits" / site / "startup"
+            asked = build_request((startup / "client.key").read_text(), site, "org")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(certificates, "datetime", Earlier)
+                ended = issue_certificate(asked, root.key, root.certificate, role="hospital", days=99)
+            (startup / "ended.crt").write_text(ended)
+
+    def locally(self, method: str, *settings: str) -> dict[str, object]:
+        """Run the same settings in one process; return its summary."""
+        given = {"pipeline_name": self.pipeline, "backend": "local"}
+        return train(Study(self.simulated), method=method, overrides=[*INSECURE, *settings], **given)
+
+    def require_the_same(self, method: str, *settings: str) -> dict[str, object]:
+        """Require the models and charges of one process in the only run of each site; return its summary."""
+        summary, whole = self.locally(method, *settings), Study(self.simulated)
+        for site in self.sites:
+            assert digests(self.run(site), site) == digests(whole.root / summary["run"], site) != {}
+            assert charged(self.study(site), site) == charged(whole, site)
+        return summary
+
+    def work(self) -> dict[str, object]:
+        """Run the signed plan, over the folder or FLARE, and return the summary."""
+        if self.share:
+            start(self.root, [self.jobs])
+            summary, *_ = map(self.result, self.sites)
+            return summary
+        with self.running():
+            said = self.submit("--plan", self.plan_file())
+        assert said.returncode == 0, said.stderr
+        return json.loads(said.stdout)
+
+    def result(self, site: str) -> dict[str, object]:
+        """Return the summary of a hospital over a folder."""
+        document = json.loads((self.root / site / "result.json").read_text())
+        assert "error" not in document, (document, (self.root / site / "stderr.txt").read_text()[-3000:])
+        return document["summary"]
+
+    def run(self, site: str) -> Path:
+        """Return the folder of a site's only run."""
+        (path,) = (self.root / site / "runs").glob("0*")
+        return path
 
     @contextmanager
     def running(self, *names: str, watched: bool = False):
@@ -96,8 +162,7 @@ class Bed:
                 self.start(name, watched=watched)
             yield self
         finally:
-            for name in list(self.processes):
-                self.stop(name)
+            self.stop(*self.processes)
 
     def start(self, name, wait=True, watched=False, file_limit=None, env=MappingProxyType({})):
         place = [] if name == "server" else ["--study", str(self.root / name)]
@@ -119,14 +184,16 @@ class Bed:
         own = [self.root / "kits" / name, self.root / name, self.opened.folder]
         return self.opened.below(self.root, name, but=own)
 
-    def stop(self, name: str) -> None:
-        process = self.processes.pop(name)
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        process.stdout.close()
+    def stop(self, *names: str) -> None:
+        """Stop hospitals or the server, all at the same time."""
+        for name in names:
+            self.processes[name].terminate()
+        for process in map(self.processes.pop, names):
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            process.stdout.close()
 
     def commanding(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command and return its process."""
@@ -155,18 +222,15 @@ class Bed:
         path = self.root / site / "runs" / run / "sites" / site / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
+    def pids(self, name: str, what: str = "") -> list[int]:
+        """Return all processes of a hospital or the server, or some by their command line."""
+        text = f"{what}.*{self.root / 'kits' / name}( |/|$)"
+        found = subprocess.run(["pgrep", "-f", "--", text], capture_output=True, check=False, text=True)
+        return [int(word) for word in found.stdout.split()]
+
     def job_processes(self, site: str) -> list[int]:
         """Return the job processes that a hospital's FLARE client started."""
-        kit, found = str(self.root / "kits" / site), []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                except OSError:
-                    continue
-                if "flare.processes job" in text and kit in text:
-                    found.append(int(entry.name))
-        return found
+        return self.pids(site, "flare.processes job")
 
     def wait_for(self, what, seconds: float = 60.0):
         deadline = time.monotonic() + seconds
@@ -176,7 +240,18 @@ class Bed:
         return found
 
     def kill_job(self, site: str, sign: int = signal.SIGKILL) -> None:
-        for pid in self.wait_for(lambda: self.job_processes(site)):
+        send(self.wait_for(lambda: self.job_processes(site)), sign)
+
+    def kill(self, name: str) -> None:
+        """Kill all processes of a hospital or the server."""
+        send(self.pids(name), signal.SIGKILL)
+        self.processes.pop(name).wait()
+
+
+def send(pids: list[int], sign: int) -> None:
+    """Send a signal to processes that may have ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
             os.kill(pid, sign)
 
 
@@ -186,6 +261,36 @@ class Earlier(datetime):
     @classmethod
     def now(cls, zone=None):
         return datetime.now(zone) - timedelta(days=100)
+
+
+def start(root: Path, groups: list[object]) -> object:
+    """Let groups of hospitals over a folder work, one after another."""
+    (root / "jobs.json").write_text(json.dumps(groups))
+    command = [sys.executable, str(Path(__file__).with_name("folder_hospitals.py")), str(root / "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout or "null")
+
+
+def charged(study: Study, site: str) -> list[tuple[int, dict[str, object]]]:
+    """Return (round, mechanism) of all charges on a ledger, in order."""
+    return [(line["round"], line["mechanism"]) for line in read_lines(study.ledger_path(site)) if line.get("mechanism")]
+
+
+def heads(study: Study, site: str, k: int) -> None:
+    """Write features of three hospitals, and of a fourth inference-only site."""
+    from test_oneshot import rows_of
+
+    x, labels = rows_of(40, k, (0.0, 1.0, 0.5, 0.5)[k])
+    patients = [f"p{i // 3}" for i in range(40)]
+    if k < 3:
+        write_features(study, site, x, labels, patients, ["train"] * 30 + ["test"] * 10)
+        return
+    with (study.root / "sites" / f"{site}.toml").open("a") as file:
+        file.write('role = "receiver"\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("conftest.CLASSES", UNLABELLED)
+        write_features(study, site, x, np.zeros(40, int), patients, ["train"] * 40)
 
 
 def digests(run: Path, site: str) -> dict[str, str]:

@@ -31,16 +31,13 @@ def test_two_hospitals_train_together_over_flare(tmp_path):
     with bed.running(watched=True):
         said = bed.submit("--plan", bed.plan_file())
     assert said.returncode == 0, said.stderr
-    summary = json.loads(said.stdout)
-    expected = bed.locally("proxyfl", "train.rounds=2")
+    summary, local = json.loads(said.stdout), bed.require_the_same("proxyfl", "train.rounds=2")
     for site in bed.sites:
-        assert digests(bed.root / site / summary["run"], site) == expected[site]
-        assert set(expected[site]) == {"private.safetensors", "proxy.safetensors"}
+        assert set(digests(bed.run(site), site)) == {"private.safetensors", "proxy.safetensors"}
         other = next(name for name in bed.sites if name != site)
         assert not list((bed.root / site / "runs").rglob(f"sites/{other}/*"))
         entries = LedgerFile(bed.study(site).ledger_path(site)).entries
         assert {entry.agreement for entry in entries if entry.mechanism} == {plan.digest}
-    local = json.loads((bed.simulated / summary["run"] / "summary.json").read_text())
     assert summary["communication"]["bytes"] == local["communication"]["bytes"]
     assert "slide" not in said.stderr and "patient" not in said.stderr
     _nobody_opened_a_file_of_another(bed)

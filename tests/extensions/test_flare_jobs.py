@@ -10,7 +10,8 @@ import pytest
 from conftest import refused
 from federation_fixtures import needs_flare
 
-from wsi_fl.hospitals.faults import Fault
+from wsi_fl.hospitals.faults import RETRYABLE, Fault, find_fault
+from wsi_fl.hospitals.flare import jobs
 from wsi_fl.hospitals.status import collect
 from wsi_fl.hospitals.status.collect import ask_server, collect_state, status_lines
 from wsi_fl.hospitals.trust.kit import Kit
@@ -100,7 +101,6 @@ def kit(federation_folder, tmp_path):
 @pytest.fixture
 def query_server(monkeypatch, kit):
     """Query this server, whose clock drives everything."""
-    from wsi_fl.hospitals.flare import jobs
 
     def ask(server):
         monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(server))
@@ -112,6 +112,10 @@ def query_server(monkeypatch, kit):
 
 def submit(kit, job=WORK):
     return submitting.run_plan_job(kit, PLAN, SITES, job, submitting.SilentProgress())
+
+
+def run_job(kit, sites, **given):
+    return jobs.run_job(kit, sites, WORK, on_submit=lambda _: None, on_wait=lambda _: None, **given)
 
 
 def test_a_stopped_hospital_counts_as_absent_although_the_server_lists_it(query_server, kit):
@@ -151,6 +155,37 @@ def test_a_hospital_that_returns_in_time_has_not_dropped_out(query_server, kit):
     status = lambda now: "RUNNING" if now < 500 else "FINISHED:COMPLETED"  # noqa: E731
     query_server(Server(status=status, away=away, said=said))
     assert submit(kit, {"what": "check", "plan": PLAN.digest}) == said
+
+
+def test_a_job_ends_for_a_withdrawn_certificate_and_for_a_site_that_is_back_long_enough(query_server, kit):
+    server = query_server(Server(status=lambda _: "RUNNING"))
+    with pytest.raises(jobs.SiteReconnected, match="C2 is there again"):
+        run_job(kit, ["C1"], awaited={"C2": 60.0})
+    assert server.now == 70
+    with pytest.raises(jobs.JobFailed, match="site C2 has a certificate that was withdrawn") as told:
+        run_job(kit, SITES, list_revoked=lambda: ["C2"])
+    assert (told.value.blamed, server.ended) == (("C2",), ["7", "7"])
+
+
+@pytest.mark.parametrize(
+    ("code", "goes_on"),
+    [*((code, True) for code in sorted(RETRYABLE)), ("unsigned", False), ("site_terms", False), ("", False)],
+)
+def test_others_continue_after_a_temporary_failure_of_one_hospital(query_server, kit, code, goes_on):
+    """The code decides and the sentence does not; a site that only saw another one end is not blamed."""
+    saw = failure_reply("another one is gone", Fault("site_ended", "C2"))
+    said = {"C1": saw, "C2": failure_reply("some sentence", Fault(code, "C2"))}
+    query_server(Server(status=lambda _: "FINISHED:ABORTED", said=said))
+    with pytest.raises(jobs.JobFailed, match="some sentence") as told:
+        run_job(kit, SITES)
+    assert (told.value.blamed, told.value.can_retry) == (("C2",) if goes_on else (), goes_on)
+    assert find_fault(told.value) == (code, "C2")
+
+
+@pytest.mark.parametrize("evil", [{"error": "\x1b[2Jhello"}, {"site": "C1", "peers": [], "seconds": 0, "x": 1}])
+def test_a_job_hands_only_its_reply_to_the_coordinator(query_server, kit, evil):
+    query_server(Server(status=lambda _: "FINISHED:COMPLETED", said={"C1": evil}))
+    refused(lambda: run_job(kit, ["C1"]), "site C1 told what was not agreed on", error=WsiFlError)
 
 
 def test_status_shows_no_dead_job_as_running_and_reports_why_jobs_failed(query_server, kit, capsys, monkeypatch):

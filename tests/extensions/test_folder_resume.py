@@ -2,16 +2,21 @@
 
 import pytest
 from conftest import metrics
-from test_folder_transport import BASE, SITES, Group, charged, models, require_the_same, start
+from hospitals import BASE, SITES, Bed, charged, digests, heads, one_installation, start  # noqa: F401
 from test_oneshot import HEADS
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
-PATIENT = [*BASE[:3], "comm.timeout_s=8", "train.min_sites=2"]
+PATIENT = (*BASE[:2], "comm.timeout_s=8", "train.min_sites=2")
 
 
 @pytest.fixture
-def group_of(tmp_path, federation):
-    return lambda *settings: Group(tmp_path / "group", "proxyfl", [*PATIENT, *settings], federation)
+def group_of(tmp_path):
+    def make(*settings, method="proxyfl", **given):
+        group = Bed(tmp_path, 3, folder=str(tmp_path / "share"), **given)
+        group.sign(method, *PATIENT, *settings)
+        return group
+
+    return make
 
 
 def rounds_charged(group, site):
@@ -21,7 +26,7 @@ def rounds_charged(group, site):
 def test_a_hospital_that_was_killed_for_good_is_left_out_without_a_prompt(group_of, tmp_path):
     group = group_of()
     group.jobs[2] |= {"kill": {"where": "_exchange_round", "round": 2}, "gone": True}
-    start(tmp_path, [group])
+    start(tmp_path, [group.jobs])
     for site in SITES[:2]:
         summary = group.result(site)
         assert summary["lost"] == ["S2"]
@@ -33,14 +38,14 @@ def test_a_hospital_that_was_killed_for_good_is_left_out_without_a_prompt(group_
 def test_a_hospital_that_never_comes_is_awaited_no_longer_than_planned(group_of, tmp_path):
     group = group_of()
     gone = group.jobs.pop()
-    start(tmp_path, [group])
+    start(tmp_path, [group.jobs])
     for site in SITES[:2]:
         assert group.result(site)["lost"] == ["S2"] and rounds_charged(group, site) == [1, 2, 3]
     # it comes when all is over: the others help it, at no cost of theirs
     for job in group.jobs:
         job["until"] = f"{group.root}/S2/result.json"
     group.jobs.append(gone)
-    start(tmp_path, [group])
+    start(tmp_path, [group.jobs])
     assert group.result("S2")["lost"] == []
     assert [rounds_charged(group, site) for site in SITES[:2]] == [[1, 2, 3]] * 2
     assert rounds_charged(group, "S2") == [3]
@@ -52,7 +57,7 @@ def test_a_hospital_that_returns_during_the_run_takes_part_again(group_of, tmp_p
         job |= {"slow_s": 3, "until": f"{group.root}/S2/result.json"}
     del group.jobs[2]["until"]
     group.jobs[2] |= {"kill": {"where": "_exchange_round", "round": 2}, "back_s": 28}
-    start(tmp_path, [group])
+    start(tmp_path, [group.jobs])
     for site in SITES:
         assert group.result(site)["lost"] == []
     for site in SITES[:2]:
@@ -66,22 +71,22 @@ def test_a_hospital_that_returns_during_the_run_takes_part_again(group_of, tmp_p
 def test_a_slow_hospital_is_awaited_and_so_are_all_below_the_plans_minimum(group_of, tmp_path, least, late):
     group = group_of(f"train.min_sites={least}")
     group.jobs[2] |= late
-    start(tmp_path, [group])
+    start(tmp_path, [group.jobs])
     for site in SITES:
         assert group.result(site)["lost"] == [] and rounds_charged(group, site) == [1, 2, 3]
         assert least == 3 or not (group.run(site) / "roster.jsonl").exists()
 
 
-def test_late_class_statistics_enter_the_head_of_every_hospital(tmp_path, federation):
+def test_late_class_statistics_enter_the_head_of_every_hospital(group_of, tmp_path):
     """Two hospitals already have their head; it is built again from three class statistics at no charge."""
-    group = Group(tmp_path / "group", "oneshot", [*HEADS, *PATIENT[1:]], federation)
+    group = group_of(*HEADS, method="oneshot", furnish=heads)
     late = group.jobs.pop()
-    start(tmp_path, [group])
-    before = [models(group.run(site), site) for site in SITES[:2]]
+    start(tmp_path, [group.jobs])
+    before = [digests(group.run(site), site) for site in SITES[:2]]
     assert [group.result(site)["lost"] for site in SITES[:2]] == [["S2"]] * 2
     for job in group.jobs:
         job["until"] = f"{group.root}/S2/result.json"
     group.jobs.append(late)
-    start(tmp_path, [group])
-    assert before != [models(group.run(site), site) for site in SITES[:2]]
-    require_the_same(group)
+    start(tmp_path, [group.jobs])
+    assert before != [digests(group.run(site), site) for site in SITES[:2]]
+    group.require_the_same("oneshot", *PATIENT, *HEADS)

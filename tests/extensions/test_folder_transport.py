@@ -1,51 +1,48 @@
 """Hospitals that exchange sealed messages as files in a folder: the transport, and the resulting models."""
 
+import errno
 import hashlib
-import json
 import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import fsspec
-import numpy as np
-import prototype_package
 import pytest
-from conftest import Told, make_study, nightly, refused, write_features, write_store
+from conftest import Told, make_study, nightly, refused
 from federation_fixtures import NAMES, Federation
-from safetensors.numpy import load_file
-from test_oneshot import HEADS, rows_of
+from fsspec.config import conf
+from fsspec.implementations.local import LocalFileSystem
+from hospitals import BASE, SITES, Bed, charged, one_installation  # noqa: F401
 from test_sealed_messages import right, rounds_of, together
 
 from wsi_fl.federation.comm import PeerTimeout
-from wsi_fl.hospitals.plans.installed_code import code_digest
-from wsi_fl.hospitals.plans.signed_plan import FORMAT, VERSION, FederationPlan, record_approval
-from wsi_fl.hospitals.transports.folder_transport import FolderTransport
+from wsi_fl.hospitals.plans.build_plan import make_plan
+from wsi_fl.hospitals.transports import fsspec_adapter
+from wsi_fl.hospitals.transports.folder_transport import FolderTransport, list_messages
+from wsi_fl.hospitals.transports.fsspec_adapter import SharedFolder
 from wsi_fl.hospitals.transports.presence import SitePresence
 from wsi_fl.hospitals.transports.secure_comm import ReportableError, SecureComm
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.sealed_messages import MessageSealer
 from wsi_fl.hospitals.work import start as starting
 from wsi_fl.hospitals.work.start import take_part_by_folder
-from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.resume import RunRequest, choose_run, select_run
-from wsi_fl.stages.training.train import train
-from wsi_fl.study.folder import Study
-from wsi_fl.study.toml import dump_toml
-from wsi_fl.system.files import file_lock, read_lines
-from wsi_fl.types import UNLABELLED, WsiFlError
+from wsi_fl.system.files import file_lock
+from wsi_fl.types import WsiFlError
 
 pytestmark = pytest.mark.end_to_end
 
 TOPIC = "ab" * 32
+FOLDER = f"wsi-fl-{TOPIC[:16]}"
 FILE = re.compile(r"S\d~(hello|end|g\d+|x\d+\.\d)~[0-9a-f]{32}\.letter")
 PAUSES = {"pauses_s": (0.01, 0.1), "settled_s": 0.2}
 
@@ -56,13 +53,47 @@ def share(tmp_path):
     return tmp_path / "share"
 
 
+@contextmanager
+def serve_by_webdav(folder):
+    """Serve a folder by wsgidav on 127.0.0.1, and yield the settings of fsspec for it."""
+    from cheroot.wsgi import Server
+    from wsgidav.wsgidav_app import WsgiDAVApp
+
+    user, password = "lymph", "not-a-secret"
+    given = {"provider_mapping": {"/": str(folder)}, "verbose": 0}
+    given["simple_dc"] = {"user_mapping": {"*": {user: {"password": password}}}}
+    server = Server(("127.0.0.1", 0), WsgiDAVApp(given | {"http_authenticator": {"domain_controller": None}}))
+    server.prepare()
+    threading.Thread(target=server.serve, daemon=True).start()
+    try:
+        yield {"base_url": f"http://127.0.0.1:{server.bind_addr[1]}", "auth": (user, password)}
+    finally:
+        server.stop()
+
+
+@pytest.fixture(params=["a folder"])
+def address(request, share, monkeypatch):
+    """The address of an empty share; that of a WebDAV server holds no password."""
+    if request.param != "WebDAV":
+        yield str(share) if request.param == "a folder" else f"memory://{share.name}-{random.random()}"
+        return
+    if not all(map(find_spec, ("wsgidav", "cheroot", "webdav4"))):
+        pytest.skip("needs wsgidav, cheroot and webdav4")
+    with serve_by_webdav(share) as told:
+        monkeypatch.setitem(conf, "webdav", told)
+        yield "webdav://"
+
+
+everywhere = pytest.mark.parametrize("address", ["a folder", "an object store", "WebDAV"], indirect=True)
+
+
 @pytest.fixture
-def line_of(share):
+def line_of(address):
     """Build ends of the transport, and close them after the test."""
     made = []
 
-    def make(name, address=None, **options):
-        made.append(FolderTransport(str(address or share), name, TOPIC, **(PAUSES | options)))
+    def make(name, **options):
+        made.append(FolderTransport(address, name, TOPIC, **(PAUSES | options)))
         return made[-1]
 
     yield make
@@ -81,36 +112,41 @@ class Desk:
         return self.answer
 
 
-def until(true, limit_s=5.0):
+def until(true, limit_s=20.0):
     deadline = time.monotonic() + limit_s
     while not true():
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.01)
 
 
+def send(line, to, place, letter):
+    """Send a sealed message until it has arrived, and return its fate."""
+    while "not collected" in (said := line.send(to, place, letter, 5.0)):
+        time.sleep(0.01)
+    return said
+
+
 def inbox(share, name):
-    return share / f"wsi-fl-{TOPIC[:16]}" / name
+    return share / FOLDER / name
 
 
-def letters(share, name):
-    folder = inbox(share, name)
-    return sorted(p.name for p in folder.iterdir() if "inbox-" not in p.name) if folder.is_dir() else []
+def letters(address, name):
+    return sorted(file for file in SharedFolder(str(address)).list_entries(FOLDER, name) if "inbox-" not in file)
 
 
 def name_of(sender, place, content):
     return f"{sender}~{place}~{hashlib.sha256(content).hexdigest()[:32]}.letter"
 
 
-@pytest.mark.parametrize("where", ["a folder", "an object store"])
-def test_a_sealed_message_is_delivered_and_collected(share, line_of, where):
-    address = None if where == "a folder" else f"memory://{share.name}-{random.random()}"
-    desk, sender, receiver = Desk(), line_of("C1", address), line_of("C2", address)
-    receiver.listen(desk)
-    sender.listen(Desk())
-    assert sender.send("C2", "g0", b"content" * 1000, 5.0) == ""
-    assert desk.seen == [b"content" * 1000] and sender.written_bytes == 7000
-    fs, root = fsspec.core.url_to_fs(address or str(share))
-    assert [path for path in fs.find(root) if "/inbox-" not in path and "/_alive/" not in path] == []
+@everywhere
+def test_sealed_messages_are_delivered_and_collected(address, line_of):
+    desks, lines = {"C1": Desk(), "C2": Desk()}, {"C1": line_of("C1"), "C2": line_of("C2")}
+    for name, line in lines.items():
+        line.listen(desks[name])
+    for name, to, letter in (("C1", "C2", b"content" * 200_000), ("C2", "C1", b"content")):
+        assert send(lines[name], to, "g0", letter) == "", lines[name].trouble
+        assert desks[to].seen == [letter] and lines[name].written_bytes == len(letter)
+        assert letters(address, to) == [] and lines[name].trouble == ""
 
 
 def test_no_sealed_message_is_visible_before_it_is_complete(share, line_of, monkeypatch):
@@ -152,18 +188,19 @@ def test_an_incomplete_file_is_left_until_complete_and_refused_if_it_never_is(sh
     assert desk.seen == [whole, never[:7]]
 
 
+@everywhere
 @pytest.mark.parametrize("answer", ["later", "refused"])
-def test_an_unverifiable_message_stays_and_a_refused_one_is_sent_again(share, line_of, answer):
+def test_an_unverifiable_message_stays_and_a_refused_one_is_sent_again(address, line_of, answer):
     desk, sender = Desk(answer), line_of("C1")
     line_of("C2").listen(desk)
-    said = sender.send("C2", "x1.0", b"a", 5.0 if answer == "refused" else 0.2)
     if answer == "later":
-        assert "has not collected it" in said and len(desk.seen) > 1
-        assert letters(share, "C2") == [name_of("C1", "x1.0", b"a")]
+        assert "has not collected it" in sender.send("C2", "x1.0", b"a", 0.2)
+        until(lambda: len(desk.seen) > 1)
+        assert letters(address, "C2") == [name_of("C1", "x1.0", b"a")]
     else:
-        assert said == "site C2 refused it" and letters(share, "C2") == []
+        assert send(sender, "C2", "x1.0", b"a") == "site C2 refused it" and letters(address, "C2") == []
     desk.answer = "taken"
-    assert sender.send("C2", "x1.0", b"a", 5.0) == ""
+    assert send(sender, "C2", "x1.0", b"a") == ""
     assert sender.written_bytes == (2 if answer == "refused" else 1)
 
 
@@ -193,7 +230,8 @@ def test_a_refusal_that_a_listing_missed_does_not_count_as_collected(share, line
     assert sender.send("C2", "g0", b"a", 5.0) == "site C2 refused it" and missed
 
 
-def test_a_handshake_stays_for_later_sites_and_is_removed_with_its_sender(share, line_of):
+@everywhere
+def test_a_handshake_stays_for_later_sites_and_is_removed_with_its_sender(address, line_of):
     first, second, sender = Desk(), Desk(), line_of("C1")
     assert sender.send("C2", "hello", b"here I am", 5.0) == ""
     for desk in (first, second):
@@ -205,7 +243,7 @@ def test_a_handshake_stays_for_later_sites_and_is_removed_with_its_sender(share,
         assert receiver.waiting() == {"C1"}
         receiver.close()
     sender.close()
-    assert letters(share, "C2") == []
+    assert letters(address, "C2") == []
 
 
 def test_a_live_site_sends_signs_of_life_and_a_killed_one_is_not_awaited(share, line_of):
@@ -325,6 +363,65 @@ def test_a_link_in_the_folder_is_never_written_through(share, line_of, tmp_path)
     assert secret.read_text() == "what was spent" and secret.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize(("status", "expected"), [(404, FileNotFoundError), (500, RuntimeError)])
+def test_a_file_that_is_removed_before_reading_counts_as_gone(status, expected):
+    """Its sender may withdraw a handshake after a listing, and webdav4 raises an HTTP error for it."""
+    folder = SharedFolder("memory://gone")
+
+    def read(fs, root):
+        error = RuntimeError("not found")
+        error.response = SimpleNamespace(status_code=status)
+        raise error
+
+    with pytest.raises(expected):
+        folder.run_action(read)
+    assert (folder._connection is not None) == (status == 404)
+
+
+@pytest.fixture
+def stale_handles(monkeypatch):
+    """How often NFS shows a file that is a stale handle, by the end of its name; it counts down."""
+    left, opened, remove = {}, fsspec_adapter._open_regular_file, LocalFileSystem.rm_file
+
+    def require_fresh(path):
+        for end, times in left.items():
+            if path.endswith(end) and times:
+                left[end] -= 1
+                raise OSError(errno.ESTALE, "Stale file handle", path)
+
+    monkeypatch.setattr(fsspec_adapter, "_open_regular_file", lambda path: (require_fresh(path), opened(path))[1])
+    monkeypatch.setattr(LocalFileSystem, "rm_file", lambda fs, path: (require_fresh(path), remove(fs, path))[1])
+    return left
+
+
+def test_a_stale_message_is_read_again_and_counts_as_gone_if_it_stays_stale(share, stale_handles):
+    (share / "a").write_bytes(b"old")
+    folder, stale_handles["/a"] = SharedFolder(str(share)), 1
+    assert folder.read(9, "a") == b"old" and not stale_handles["/a"]
+    for action in (partial(folder.read, 9, "a"), partial(folder.remove_file, "a")):
+        stale_handles["/a"] = 9
+        with pytest.raises(FileNotFoundError, match="Stale"):
+            action()
+
+
+def test_another_failure_of_the_folder_is_reported_unchanged(share, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fsspec_adapter, "_open_regular_file", fail)
+    with pytest.raises(OSError, match="Input/output error") as told:
+        SharedFolder(str(share)).read(9, "a")
+    assert not isinstance(told.value, FileNotFoundError)
+
+
+def test_a_stale_handshake_hides_no_other_handshake(share, stale_handles):
+    names = [name_of(site, "hello", b"hello") for site in ("A", "B")]
+    for name in names:
+        SharedFolder(str(share)).write(b"hello", FOLDER, "C", name)
+    stale_handles[f"/{names[0]}"] = 9
+    assert [found.sender for found in list_messages(str(share), TOPIC)] == ["B"]
+
+
 @pytest.fixture
 def ledgers(tmp_path):
     for name in NAMES:
@@ -332,24 +429,33 @@ def ledgers(tmp_path):
     return tmp_path
 
 
-def meddling(share, do, stop):
-    """Let the owner of the share act on every file while it exists."""
-    done = set()
-    while not stop.is_set():
-        for path in share.rglob("*.letter"):
-            if path.name not in done and not path.name.startswith("."):
-                try:
-                    if do(path):
-                        done.add(path.name)
-                except OSError:
-                    continue
-        time.sleep(0.001)
+@contextmanager
+def owner_at(share, do):
+    """Let the owner of the share act on every sealed message while it exists; the share may vanish meanwhile."""
+    stop, done = threading.Event(), set()
+
+    def meddle():
+        while not stop.is_set():
+            with suppress(OSError):  # the share is away
+                for path in share.rglob("*.letter"):
+                    with suppress(OSError):
+                        if path.name not in done and not path.name.startswith(".") and do(path):
+                            done.add(path.name)
+            time.sleep(0.001)
+
+    owner = threading.Thread(target=meddle, daemon=True)
+    owner.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        owner.join()
 
 
 @pytest.mark.parametrize("what", ["alters", "deletes", "replays", "forges", *nightly("cuts")])
 def test_tampering_by_the_owner_of_the_share_is_detected(identities, ledgers, share, line_of, what):
     """Under any tampering all sites have the right values, or report that a site timed out."""
-    kept, stop = {}, threading.Event()
+    kept = {}
     stranger = Federation().identity("C1")
 
     def do(path):
@@ -374,11 +480,8 @@ def test_tampering_by_the_owner_of_the_share_is_detected(identities, ledgers, sh
         return True
 
     limit_s = 3.0 if what == "deletes" else 30.0
-    owner = threading.Thread(target=meddling, args=(share, do, stop), daemon=True)
-    owner.start()
-    found = together(identities, rounds_of(ledgers), lines={n: line_of(n) for n in NAMES}, timeout_s=limit_s)
-    stop.set()
-    owner.join()
+    with owner_at(share, do):
+        found = together(identities, rounds_of(ledgers), lines={n: line_of(n) for n in NAMES}, timeout_s=limit_s)
     if what != "deletes":  # what was spoilt once is written again
         right(found)
         return
@@ -386,121 +489,19 @@ def test_tampering_by_the_owner_of_the_share_is_detected(identities, ledgers, sh
     assert failed and all(isinstance(one, ReportableError) and "\n" not in str(one) for one in failed), found
 
 
-SITES, EXTRA = ("S0", "S1", "S2"), "[replay]\nbuffer = 10\n"
-BASE = ["train.rounds=3", "privacy.insecure_seed=5", "privacy.sigma=4", "comm.timeout_s=150"]
-OTHERS = {
-    "fedavg": BASE,
-    "cwt": BASE,
-    "replay": [BASE[0], "privacy.enabled=false", BASE[3]],
-    "oneshot": [*HEADS, *BASE[1:]],
-}
-REAL = 'real = true\nmax_epsilon = 5000.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
-
-
-def furnish(study, method, site, k):
-    """Write the local files of a site."""
-    if method == "prototypes":
-        prototype_package.furnish(study, site, k)
-        return
-    if method == "oneshot":
-        x, labels = rows_of(40, k, (0.0, 1.0, 0.5)[k])
-        splits = ["train"] * 30 + ["test"] * 10
-        write_features(study, site, x, labels, [f"p{i // 3}" for i in range(40)], splits)
-        return
-    write_store(study, site, seed=k)
-    if method == "replay":
-        from test_replay import plant
-
-        plant(study, site, seed=k)
-
-
-def plan_of(study, method, overrides, sites=SITES, name="small"):
-    pipeline = study.load_pipeline(name, overrides)
-    settings = dump_toml(pipeline.model_copy(update={"sites": list(sites)}), "# of a test")
-    said = {"format": FORMAT, "version": VERSION, "pipeline": name, "method": method, "settings": settings}
-    said |= {"sites": [{"name": site} for site in sites], "wsi_fl": "test", "code": code_digest(method)}
-    return FederationPlan(json.dumps(said | {"most_bytes": 1 << 24}))
-
-
-class Group:
-    """Hospitals of one plan, each with a study and a store, and a share next to their folders."""
-
-    def __init__(self, root, method, overrides, federation, *, sites=SITES):
-        self.root, self.method, self.overrides, self.share = root, method, overrides, root.parent / "share"
-        self.jobs = []
-        self.share.mkdir(exist_ok=True)
-        for k, site in enumerate(sites):
-            study = make_study(root / site, n_sites=0, extra=EXTRA)
-            for one in sites:
-                (study.root / "sites" / f"{one}.toml").write_text(f'name = "{one}"\n{REAL}\n')
-            furnish(study, method, site, k)
-            identity = federation.identity(site)
-            record_approval(study, plan_of(study, method, overrides, sites), identity)
-            kit = federation.kit(root / f"kit-{site}", site, identity, folder=str(self.share))
-            self.jobs.append({"study": str(study.root), "kit": str(kit)})
-
-    def study(self, site):
-        return Study(self.root / site)
-
-    def expected(self):
-        """The run of one process that has everything."""
-        study = make_study(self.root / "one", n_sites=0, extra=EXTRA)
-        for k, site in enumerate(SITES):
-            said = f'name = "{site}"\nreal = false\ndelta = 1e-5\n'
-            (study.root / "sites" / f"{site}.toml").write_text(said)
-            furnish(study, self.method, site, k)
-        train(study, method=self.method, overrides=[*self.overrides, f"sites={list(SITES)}"], backend="local")
-        return study
-
-    def result(self, site):
-        document = json.loads((self.root / site / "result.json").read_text())
-        log = (self.root / site / "stderr.txt").read_text()
-        assert "error" not in document, (document, log[-3000:])
-        return document["summary"]
-
-    def run(self, site):
-        """The folder of a site's only run of the plan."""
-        (path,) = (self.root / site / "runs").glob("0*")
-        return path
-
-
-def models(run, site):
-    """SHA-256 of a site's models in a run."""
-    files = [run / "sites" / site / f"{role}.safetensors" for role in ("private", "proxy", "shared")]
-    found = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.exists()}
-    assert found
-    return found
-
-
-def charged(study, site):
-    """(round, mechanism) of all charges on a ledger, in order."""
-    return [(line["round"], line["mechanism"]) for line in read_lines(study.ledger_path(site)) if line.get("mechanism")]
-
-
-def start(root, groups):
-    (root / "jobs.json").write_text(json.dumps([group.jobs for group in groups]))
-    script = Path(__file__).parents[1] / "folder_hospitals.py"
-    command = [sys.executable, str(script), str(root / "jobs.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1000, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout or "null")
-
-
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory, federation):
+def killed(tmp_path_factory):
     """A group of which two were killed and one was called again, and what the owner of the share can read."""
     root = tmp_path_factory.mktemp("hospitals")
-    group = Group(root / "killed", "proxyfl", BASE, federation)
-    group.jobs[0]["calls"] = 3
-    group.jobs[1]["kill"] = {"where": "_exchange_round", "round": 2}
-    group.jobs[2]["kill"] = {"where": "_train_round", "round": 3}
-    seen, stop = {}, threading.Event()
-    owner = threading.Thread(target=meddling, args=(root / "share", partial(note, seen), stop), daemon=True)
-    owner.start()
-    start(root, [group])
-    stop.set()
-    owner.join()
-    return group, seen
+    bed = Bed(root, 3, folder=str(root / "share"))
+    bed.sign("proxyfl", *BASE)
+    bed.jobs[0]["calls"] = 3
+    bed.jobs[1]["kill"] = {"where": "_exchange_round", "round": 2}
+    bed.jobs[2]["kill"] = {"where": "_train_round", "round": 3}
+    seen = {}
+    with owner_at(bed.share, partial(note, seen)):
+        bed.work()
+    return bed, seen
 
 
 def note(seen, path):
@@ -520,100 +521,35 @@ def test_the_owner_of_the_share_can_read_no_name_of_a_patient_or_a_slide(killed)
 
 
 @pytest.mark.slow
-def test_a_site_that_was_killed_after_its_last_message_is_helped_to_finish(tmp_path, federation):
+def test_a_site_that_was_killed_after_its_last_message_is_helped_to_finish(tmp_path):
     """The others already had their summaries, and are started again."""
-    group = Group(tmp_path / "late", "cwt", [*BASE, "train.rounds=1"], federation)
-    group.jobs[2]["kill"] = {"where": "build_summary", "round": 0}
-    for job in group.jobs[:2]:
-        job |= {"until": str(group.root / SITES[2] / "result.json"), "leaving_s": 0.5}
-    start(tmp_path, [group])
-    assert [(group.root / site / "killed").exists() for site in SITES] == [False, False, True]
+    bed = Bed(tmp_path, 3, folder=str(tmp_path / "share"))
+    bed.sign("cwt", *BASE, "train.rounds=1")
+    bed.jobs[2]["kill"] = {"where": "build_summary", "round": 0}
+    for job in bed.jobs[:2]:
+        job |= {"until": str(bed.root / SITES[2] / "result.json"), "leaving_s": 0.5}
+    bed.work()
+    assert [(bed.root / site / "killed").exists() for site in SITES] == [False, False, True]
     for site in SITES:
-        assert group.result(site)["lost"] == []
-        (charge,) = charged(group.study(site), site)
-        assert charge[0] == 1 and (group.run(site) / "summary.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", OTHERS)
-def test_every_method_over_a_folder_trains_the_models_of_one_process(tmp_path, federation, method):
-    group = Group(tmp_path / method, method, OTHERS[method], federation)
-    start(tmp_path, [group])
-    require_the_same(group)
-
-
-def test_a_payload_of_another_package_over_a_folder_gives_the_models_of_one_process(tmp_path, federation):
-    with prototype_package.package_installed(tmp_path / "site-packages"):
-        group = Group(tmp_path / "prototypes", "prototypes", prototype_package.SETTINGS, federation)
-        start(tmp_path, [group])
-        require_the_same(group)
-
-
-@pytest.mark.slow
-def test_an_inference_only_site_receives_over_a_folder_and_pays_nothing(tmp_path, federation):
-    group = Group(tmp_path / "listening", "oneshot", OTHERS["oneshot"], federation)
-    *givers, listener = SITES
-    for site in SITES:
-        file = group.study(site).root / "sites" / f"{listener}.toml"
-        file.write_text(f'name = "{listener}"\nreal = true\nrole = "receiver"\n')
-    x, _ = rows_of(40, 7)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("conftest.CLASSES", UNLABELLED)
-        said = np.zeros(40, int), [f"p{k}" for k in range(40)], ["train"] * 40
-        write_features(group.study(listener), listener, x, *said)
-    start(tmp_path, [group])
-    heads = {site: load_file(group.run(site) / "sites" / site / "shared.safetensors") for site in SITES}
-    for site in SITES:
-        assert group.result(site)["inference_sites"] == [listener]
-        assert np.array_equal(heads[site]["sums"], heads[listener]["sums"]) and heads[site]["n_sites"] == 2
-    assert not heads[listener]["released"].any() and not group.study(listener).ledger_path(listener).exists()
-    assert all(len(charged(group.study(site), site)) == 1 for site in givers)
-
-
-@pytest.mark.slow
-def test_released_class_statistics_are_synced_over_a_folder_at_no_charge(tmp_path, federation):
-    """One hospital is killed after it has received them, and resumes with them."""
-    settings = [*HEADS, "privacy.sigma=2.0", "train.from_released=true"]
-    group = Group(tmp_path / "letters", "oneshot", settings, federation)
-    for site in SITES:
-        release_statistics(group.study(site), site=site, overrides=settings)
-    group.jobs[1]["kill"] = {"where": "_train_sites", "round": 0}
-    start(tmp_path, [group])
-    for site in SITES:
-        study, run = group.study(site), group.run(site)
-        assert list(group.result(site)["statistics"]) == list(SITES)
-        for one in SITES:
-            assert study.release_path(one).read_bytes() == group.study(one).release_path(one).read_bytes()
-        by_files = train(study, method="oneshot", overrides=settings, backend="local")
-        assert models(study.root / by_files["run"], site) == models(run, site)
-        assert len(charged(study, site)) == 1
-
-
-def require_the_same(group):
-    study = group.expected()
-    (run,) = study.runs_path.glob("0*")
-    for site in SITES:
-        group.result(site)
-        assert models(group.run(site), site) == models(run, site)
-        assert charged(group.study(site), site) == charged(study, site)
-    return run
+        assert bed.result(site)["lost"] == []
+        (charge,) = charged(bed.study(site), site)
+        assert charge[0] == 1 and (bed.run(site) / "summary.json").exists()
 
 
 def test_killed_and_restarted_hospitals_have_the_models_of_one_process_and_are_charged_once(killed):
-    group, _ = killed
-    assert [(group.root / site / "killed").exists() for site in SITES] == [False, True, True]
-    run = require_the_same(group)
-    expected = {row["site"]: row["epsilon"] for row in json.loads((run / "summary.json").read_text())["sites"]}
+    bed, _ = killed
+    assert [(bed.root / site / "killed").exists() for site in SITES] == [False, True, True]
+    expected = {row["site"]: row["epsilon"] for row in bed.require_the_same("proxyfl", *BASE)["sites"]}
     for site in SITES:
-        assert {row["site"]: row["epsilon"] for row in group.result(site)["sites"]} == expected
+        assert {row["site"]: row["epsilon"] for row in bed.result(site)["sites"]} == expected
 
 
 def test_a_finished_plan_does_not_run_again(killed, monkeypatch):
-    group, _ = killed  # whose first hospital was called three times
+    bed, _ = killed  # whose first hospital was called three times
     monkeypatch.setattr(starting, "take_part", lambda *_, **__: pytest.fail("it runs again"))
     for site in SITES:
-        group.run(site)  # one
-        assert take_part_by_folder(group.study(site), Kit.open(group.root / f"kit-{site}")) == group.result(site)
+        bed.run(site)  # one
+        assert take_part_by_folder(bed.study(site), bed.kit(site)) == bed.result(site)
 
 
 def has(*runs):
@@ -648,7 +584,7 @@ def test_no_new_run_is_charged_silently_next_to_one_with_rounds(first, second):
 def agreed_plan(tmp_path):
     """A study of two sites, their plan, and the status of a run of it."""
     study = make_study(tmp_path / "study", n_sites=2)
-    plan = plan_of(study, "proxyfl", ["sites=['S0', 'S1']"], ["S0", "S1"])
+    plan = make_plan(study, method="proxyfl", out=tmp_path / "plan.json")
     return study, plan, RunContext.create(study, plan.pipeline(), "proxyfl")
 
 
@@ -687,9 +623,10 @@ def test_a_site_with_local_rounds_begins_no_other_run_on_the_claim_of_a_peer(agr
     assert select_run(party, again, Told(told)).id == lie["identity"]
 
 
-def test_two_processes_of_a_study_cannot_take_part_at_once(tmp_path, federation):
-    group = Group(tmp_path / "two", "proxyfl", BASE, federation)
-    study, kit = group.study("S0"), Kit.open(group.root / "kit-S0")
+def test_two_processes_of_a_study_cannot_take_part_at_once(tmp_path):
+    bed = Bed(tmp_path, 2, folder=str(tmp_path / "share"))
+    bed.sign("proxyfl", *BASE)
+    study, kit = bed.study("S0"), bed.kit("S0")
     with file_lock(study.root / "federation" / ".S0.lock"):
         words = "another process of this study takes part"
         refused(lambda: take_part_by_folder(study, kit), words, error=WsiFlError)
@@ -699,29 +636,3 @@ def test_two_processes_of_a_study_cannot_take_part_at_once(tmp_path, federation)
     path = study.root / "federation" / "plan.json"
     path.write_text(path.read_text().replace("wsi_fl", "wsi_fi"))
     refused(lambda: take_part_by_folder(study, kit), "signed another plan")
-
-
-@pytest.mark.slow
-def test_generators_are_sent_over_a_folder_as_in_one_process(tmp_path, federation):
-    """Method mpcpa: denoisers up, packages down, classifiers up."""
-    import test_mpcpa
-
-    group = Group(tmp_path / "none", "mpcpa", [], federation, sites=())
-    group.root, study, sites = tmp_path, test_mpcpa.make_study(tmp_path / "one"), ("S1", "S2", "S3")
-    for site in sites:
-        folder = tmp_path / site
-        shutil.copytree(study.root, folder, ignore=shutil.ignore_patterns("stores", "data.npz"))
-        shutil.copytree(study.root / "stores" / site, folder / "stores" / site)
-        for one in sites:
-            file = folder / "sites" / f"{one}.toml"
-            file.write_text(file.read_text().replace("real = false", REAL))
-        plan = plan_of(Study(folder), "mpcpa", [], sites, "mpcpa_tiny")
-        identity = federation.identity(site)
-        record_approval(Study(folder), plan, identity)
-        kit = federation.kit(tmp_path / f"kit-{site}", site, identity, folder=str(group.share))
-        group.jobs.append({"study": str(folder), "kit": str(kit)})
-    start(tmp_path, [group])
-    summary = train(study, method="mpcpa", backend="local")
-    for site in sites:
-        assert group.result(site)["communication"]["messages"] == 3 * 3
-        assert models(group.run(site), site) == models(study.root / summary["run"], site)

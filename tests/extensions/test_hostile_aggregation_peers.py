@@ -1,13 +1,11 @@
 """Secure aggregation over an untrusted transport: a lying peer causes no extra release; a dropout ends no run."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
-import test_folder_transport
 from conftest import metrics, nightly
 from federation_fixtures import Wire
-from test_folder_transport import SITES, Group, charged, start
+from hospitals import SITES, Bed, charged, heads, one_installation, start  # noqa: F401
 from test_oneshot import HEADS
 from test_sealed_messages import Said
 from test_sealed_messages import together as three_together
@@ -21,20 +19,21 @@ from wsi_fl.privacy.ledger_file import LedgerFile
 pytestmark = pytest.mark.end_to_end
 
 HONEST, LIAR = SITES[:2], SITES[2]
-SHARED = [*HEADS, "privacy.noise=shared", "privacy.sigma=9", "comm.timeout_s=60"]
+SHARED = (*HEADS, "privacy.noise=shared", "privacy.sigma=9", "comm.timeout_s=60")
 
 
-class Turns(Group):
+class Turns(Bed):
     """Hospitals that cron restarts repeatedly; the last one waits when it starts the others."""
 
-    def __init__(self, *given):
-        super().__init__(*given)
+    def __init__(self, root):
+        root.mkdir(exist_ok=True)
+        super().__init__(root, 3, folder=str(root / "share"), furnish=heads)
+        self.sign("oneshot", *SHARED)
         self.jobs = [job | {"end_s": 0.2} for job in self.jobs]
 
     def turn(self, lie="", *, approve=False):
         jobs = [job | {"approves": approve} for job in self.jobs]
-        honest = [job | {"after": LIAR, "leaving_s": 0.0} for job in jobs[:2]]
-        return SimpleNamespace(jobs=[*honest, jobs[2] | {"lies": lie}])
+        return [*(job | {"after": LIAR, "leaving_s": 0.0} for job in jobs[:2]), jobs[2] | {"lies": lie}]
 
     def charges(self, site):
         """The ledger lines of a site's charges, by the approval that each names, oldest first."""
@@ -44,8 +43,8 @@ class Turns(Group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spoils", "again"), [(4, 2), (6, 13)], ids=["7", "20"])
-def test_restarts_of_a_lying_peer_cost_no_more_than_was_approved(tmp_path, federation, spoils, again):
-    group = Turns(tmp_path / "hospitals", "oneshot", SHARED, federation)
+def test_restarts_of_a_lying_peer_cost_no_more_than_was_approved(tmp_path, spoils, again):
+    group = Turns(tmp_path)
     turns = [group.turn("spoils")] * spoils + [group.turn(approve=True)]
     start(group.root, turns + [group.turn("begins again")] * again)
     logs = [(group.root / site / "stderr.txt").read_text() for site in HONEST]
@@ -66,14 +65,13 @@ def test_restarts_of_a_lying_peer_cost_no_more_than_was_approved(tmp_path, feder
 
 
 @pytest.mark.slow
-def test_a_hospital_that_drops_out_of_secure_aggregation_is_awaited_until_others_have_the_sum(tmp_path, federation):
+def test_a_hospital_that_drops_out_of_secure_aggregation_is_awaited_until_others_have_the_sum(tmp_path):
     """Before that all sites try again; afterwards a site with the sum computes no other one without a new approval."""
-    early, late = (Turns(tmp_path / name, "oneshot", SHARED, federation) for name in ("early", "late"))
+    early, late = (Turns(tmp_path / name) for name in ("early", "late"))
     early.jobs[2] |= {"kill": {"where": "_mask_statistics", "round": 0}, "back_s": 2}
     late.jobs[2] |= {"kill": {"where": "_open_sum", "round": 0}, "back_s": 3}
-    again = late.turn(approve=True)
-    again.jobs = [{k: v for k, v in job.items() if k not in ("kill", "after")} for job in again.jobs]
-    start(tmp_path, [early, late, again])
+    again = [{k: v for k, v in job.items() if k not in ("kill", "after")} for job in late.turn(approve=True)]
+    start(tmp_path, [early.jobs, late.jobs, again])
     for group, approvals, most in ((early, 1, 2), (late, 2, 1)):
         for site in SITES:
             charged = [len(one) for one in group.charges(site).values()]
@@ -117,17 +115,15 @@ def test_a_late_site_is_left_out_and_its_messages_are_never_read(identities):
 
 
 @pytest.mark.slow
-def test_hospitals_finish_without_a_killed_one_at_no_second_charge(tmp_path, federation, monkeypatch):
+def test_hospitals_finish_without_a_killed_one_at_no_second_charge(tmp_path):
     """S3 is killed as it masks its sums; the others keep theirs, and continue without it on request."""
-    four, furnish = ("S0", "S1", "S2", "S3"), test_folder_transport.furnish
-    monkeypatch.setattr(test_folder_transport, "furnish", lambda *given: furnish(*given[:-1], given[-1] % 3))
-    settings = [*SHARED[:-1], "comm.timeout_s=10", "privacy.dropouts=1"]
-    group = Group(tmp_path / "hospitals", "oneshot", settings, federation, sites=four)
-    first, again = [{**job} for job in group.jobs], [job | {"without": ["S3"]} for job in group.jobs[:3]]
-    first[3] |= {"kill": {"where": "_mask_statistics", "round": 0}, "gone": True}
-    start(group.root, [SimpleNamespace(jobs=jobs) for jobs in (first, again)])
-    logs = {site: (group.root / site / "stderr.txt").read_text() for site in four[:3]}
+    group = Bed(tmp_path, 4, folder=str(tmp_path / "share"), furnish=lambda study, site, k: heads(study, site, k % 3))
+    group.sign("oneshot", *SHARED[:-1], "comm.timeout_s=10", "privacy.dropouts=1")
+    kill = {"kill": {"where": "_mask_statistics", "round": 0}, "gone": True}
+    *left, killed = group.jobs
+    start(group.root, [[*left, killed | kill], [job | {"without": ["S3"]} for job in left]])
+    logs = {site: (group.root / site / "stderr.txt").read_text() for site in SITES}
     said = "the sum of the remaining sites is kept, go on --without it"
     assert any(said in log for log in logs.values()), logs
-    for site in four[:3]:
+    for site in SITES:
         assert group.result(site)["lost"] == ["S3"] and len(charged(group.study(site), site)) == 1

@@ -1,8 +1,6 @@
 """Secure aggregation is exact for the remaining sites, and never opens two survivor sets or both keys of a site."""
 
-from copy import deepcopy
 from functools import partial
-from math import sqrt
 
 import numpy as np
 import pytest
@@ -12,17 +10,7 @@ from Crypto.Protocol.SecretSharing import Shamir
 from test_secure_aggregation_masks import N, looks_random, secret
 
 from wsi_fl.oneshot import secagg
-from wsi_fl.oneshot.discrete_noise import discrete_gaussian, share_sigma
-from wsi_fl.oneshot.secagg import (
-    KeyPair,
-    SecureSum,
-    _self_mask,
-    mask_values,
-    require_enough_sites,
-    sum_messages,
-    vote_threshold,
-)
-from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.oneshot.secagg import KeyPair, SecureSum, _self_mask, mask_values, require_enough_sites, vote_threshold
 from wsi_fl.types import UsageError, WsiFlError
 
 CONTEXT = b"run 7 attempt 3"
@@ -37,11 +25,11 @@ class Sum:
         lost: who goes before a phase, by phase.
     """
 
-    def __init__(self, values, colluding=1, dropouts=1, lost=None, parts=None):
+    def __init__(self, values, colluding=1, dropouts=1, lost=None):
         self.values = [secret(k, 20) for k in range(values)] if isinstance(values, int) else values
         self.lost = lost or {}
         self.alive = list(range(len(self.values)))
-        self.parts = parts or {k: SecureSum(k, self.alive, colluding, dropouts, CONTEXT) for k in self.alive}
+        self.parts = {k: SecureSum(k, self.alive, colluding, dropouts, CONTEXT) for k in self.alive}
 
     def phase(self, name):
         self.alive = [k for k in self.alive if k not in self.lost.get(name, ())]
@@ -88,32 +76,17 @@ class Sum:
         return sum(self.values[k] for k in sites).tolist()
 
 
-@pytest.fixture(scope="module", params=[20, *nightly(50)])
-def dealt_sites(request):
-    """Return sites after dealing their shares, which takes seconds; a fifth of them may drop out."""
-    n = request.param
-    return {k: SecureSum(k, range(n), 1, n // 5, CONTEXT) for k in range(n)}
-
-
-@pytest.mark.parametrize("phase", ["sends", *nightly(*(one for one in PHASES if one != "sends"))])
-def test_the_sum_is_exact_when_a_fifth_of_many_sites_drop_out(dealt_sites, phase):
-    n = len(dealt_sites)
-    sum_ = Sum(n, lost={phase: range(3, n, 5)}, parts=deepcopy(dealt_sites)).until_opened()
-    before = phase in PHASES[:3]  # later its message is in the sum
-    inside = [k for k in range(n) if not (before and k % 5 == 3)]
-    assert sum_.total(0) == sum_.of(inside) and sum_.parts[0].survivors == inside
-
-
-@pytest.mark.parametrize("n_sites", [4, 6, 9])
+@pytest.mark.parametrize("n_sites", [4, 6, 20, *nightly(50)])
 def test_all_remaining_sites_read_the_same_sum_after_any_dropouts(n_sites):
     dropouts = (n_sites - 2) // 2
-    for seed in range(8):
+    for seed in range(8 if n_sites < 20 else 2):
         rng = np.random.default_rng(seed)
         gone = rng.choice(n_sites, dropouts, replace=False).tolist()
         when = {one: PHASES[rng.integers(len(PHASES))] for one in gone}
         lost = {phase: [one for one in gone if when[one] == phase] for phase in PHASES}
         sum_ = Sum(n_sites, dropouts=dropouts, lost=lost).until_opened()
         inside = [k for k in range(n_sites) if when.get(k, "later") not in PHASES[:3]]
+        assert sum_.parts[sum_.alive[0]].survivors == inside
         for reader in sum_.alive:
             assert sum_.total(reader) == sum_.of(inside), (seed, when)
 
@@ -125,16 +98,6 @@ def test_a_site_whose_message_reached_only_some_sites_is_left_out():
     assert sum_.parts[1].survivors == [0, 2, 3, 4]
     for reader in range(5):  # the one whose message was late reads it too
         assert sum_.total(reader) == sum_.of((0, 2, 3, 4))
-
-
-def test_noise_is_at_least_that_of_the_plan_despite_colluders_and_dropouts():
-    n_sites, colluding, dropouts, sigma = 7, 2, 2, 2.0**14
-    share = share_sigma(sigma, n_sites, colluding + dropouts)
-    noise = [discrete_gaussian(share, 2000, CipherStream.from_entropy()) for _ in range(n_sites)]
-    sum_ = Sum(noise, colluding, dropouts, {"sends": (5, 6)}).until_opened()
-    left = np.array(sum_.total(0)) - noise[0] - noise[1]
-    assert left.std() == pytest.approx(sigma, rel=4 / sqrt(2 * 2000))
-    assert share**2 * (n_sites - colluding - dropouts) >= sigma**2
 
 
 def test_the_message_of_a_late_site_stays_masked():
@@ -234,6 +197,15 @@ def test_two_survivor_sets_cannot_both_have_enough_votes():
             assert 2 * (votes - 1) - n_sites <= colluding  # and fewer would not do
 
 
+def test_the_remaining_sites_suffice_to_agree_and_to_mask_each_other():
+    for dropouts in range(1, 20):
+        for colluding in range(1, 20):
+            n_sites = colluding + 2 * dropouts + 1
+            assert vote_threshold(n_sites, colluding) <= n_sites - dropouts
+            assert vote_threshold(n_sites - 1, colluding) > n_sites - 1 - dropouts
+            assert n_sites - dropouts - colluding >= 2
+
+
 def test_a_site_votes_once_and_opens_once():
     sum_ = Sum(5).until_opened()
     part = sum_.parts[2]
@@ -250,16 +222,6 @@ def test_no_key_is_opened_without_enough_votes():
     few = {k: sum_.votes[k] for k in (0, 1, 2)}
     refused(lambda: sum_.parts[0].open_shares(few), "the sum is void: 3 sites agree", "4 must")
     refused(lambda: sum_.parts[0].open_shares(sum_.votes), "once")
-
-
-def test_a_site_that_masked_with_other_peers_is_left_out_of_the_vote():
-    """A misinformed site masks with fewer peers; its message is bound to this set."""
-    sum_ = Sum(5)
-    held = {k: sum_.taken(k, range(5)) for k in range(5)}
-    for k in range(4):
-        sum_.parts[k].join([held[j] for j in range(5) if j != k])
-    sum_.parts[4].join([{0, 1, 2, 4}, *(held[j] for j in range(3))])
-    assert sum_.parts[4].sum_context != sum_.parts[0].sum_context
 
 
 @pytest.mark.parametrize(
@@ -306,17 +268,3 @@ def test_too_few_sites_for_the_settings_are_refused_in_one_line(n_sites, colludi
     act = partial(require_enough_sites, n_sites, colluding, dropouts)
     refused(act, f"needs {least} sites or more, not {n_sites}", error=UsageError)
     require_enough_sites(least, colluding, dropouts)
-
-
-def test_the_remaining_sites_suffice_to_agree_and_to_mask_each_other():
-    for dropouts in range(1, 20):
-        for colluding in range(1, 20):
-            n_sites = colluding + 2 * dropouts + 1
-            assert vote_threshold(n_sites, colluding) <= n_sites - dropouts
-            assert vote_threshold(n_sites - 1, colluding) > n_sites - 1 - dropouts
-            assert n_sites - dropouts - colluding >= 2
-
-
-def test_the_sum_of_messages_looks_random_without_the_masks_of_dropped_sites():
-    sum_ = Sum([np.zeros(N, np.int64) for _ in range(4)], lost={"sends": [3]}).until_opened()
-    assert looks_random(sum_messages(list(sum_.messages.values())).view(np.uint64)) and sum_.total(1) == [0] * N

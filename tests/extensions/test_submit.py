@@ -1,7 +1,6 @@
 """Job replies of hospitals, their agreed document, and the coordinator's record of a run: summary, counts, page."""
 
 import json
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +9,7 @@ import pytest
 from conftest import REAL, make_study, refused
 
 from wsi_fl.federation.documents import ProtocolError
-from wsi_fl.hospitals.faults import RETRYABLE, Fault, find_fault, mark_fault
-from wsi_fl.hospitals.flare import jobs
+from wsi_fl.hospitals.faults import Fault, find_fault, mark_fault
 from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.work.client import public_summary
 from wsi_fl.hospitals.work.job_replies import failure_reply, parse_reply, validate_replies
@@ -160,57 +158,3 @@ def test_the_kind_of_a_failure_survives_that_it_is_raised_as_another_error():
         except UsageError as error:
             raise NoCommonPlan(str(error)) from None
     assert find_fault(told.value) == ("unsigned", "S1") and find_fault(WsiFlError("y")) == ("", "")
-
-
-def run_job(sites, what):
-    job = {"what": what, "plan": "0" * 64}
-    return jobs.run_job(None, sites, job, on_submit=lambda _: None, on_wait=lambda _: None)
-
-
-@pytest.mark.parametrize(
-    ("code", "goes_on"),
-    [*((code, True) for code in sorted(RETRYABLE)), ("unsigned", False), ("site_terms", False), ("", False)],
-)
-def test_others_continue_after_a_temporary_failure_of_one_hospital(monkeypatch, code, goes_on):
-    """The code decides and the sentence does not; a site that only saw another one end is not blamed."""
-    session = SimpleNamespace(submit_job=lambda _: "1", get_job_status=lambda _: "FINISHED:ABORTED")
-    monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(session))
-    saw = failure_reply("another one is gone", Fault("site_ended", "S1"))
-    replies = {"S0": saw, "S1": failure_reply("some sentence", Fault(code, "S1"))}
-    monkeypatch.setattr(jobs, "_download_replies", lambda *_: replies)
-    with pytest.raises(jobs.JobFailed, match="some sentence") as told:
-        run_job(SITES, "work")
-    assert (told.value.blamed, told.value.can_retry) == (("S1",) if goes_on else (), goes_on)
-    assert find_fault(told.value) == (code, "S1")
-
-
-def test_a_job_ends_for_a_withdrawn_certificate_and_for_a_site_that_is_back_long_enough(monkeypatch):
-    clock, ended, gone = SimpleNamespace(now=0.0), [], []
-    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(jobs, "_list_responding", lambda _: [*SITES, "S2"])
-    monkeypatch.setattr(jobs, "_running_job_ids", lambda _: {"1"})
-    session = SimpleNamespace(abort_job=ended.append)
-    watch = jobs._JobWatch(session, "1", SITES, 60.0, {"S2": 60.0}, lambda: gone)
-    with pytest.raises(jobs.SiteReconnected, match="S2 is there again"):
-        for clock.now in range(10, 200, 10):
-            watch.check_job("RUNNING")
-    assert clock.now == 70
-    clock.now, gone[:] = 200, ["S1"]
-    with pytest.raises(jobs.JobFailed, match="site S1 has a certificate that was withdrawn") as told:
-        watch.check_job("RUNNING")
-    assert (told.value.blamed, ended) == (("S1",), ["1", "1"])
-
-
-@pytest.mark.parametrize("evil", [{"error": "\x1b[2Jhello"}, {"site": "S1", "peers": [], "seconds": 0, "x": 1}])
-def test_a_job_hands_only_its_reply_to_the_coordinator(monkeypatch, tmp_path, evil):
-    def result(_, place):
-        (tmp_path / "said.json").write_text(json.dumps({"S1": evil}))
-        return str(tmp_path)
-
-    session = SimpleNamespace(submit_job=lambda _: "1", download_job_result=result)
-    session.get_job_status = lambda _: "FINISHED:COMPLETED"
-    monkeypatch.setattr(jobs, "_open_session", lambda _: nullcontext(session))
-    refused(partial(run_job, ["S1"], "check"), "site S1 told what was not agreed on", error=WsiFlError)
-    evil.clear()
-    evil.update({"site": "S1", "peers": [], "seconds": 0.5})
-    assert run_job(["S1"], "check") == {"S1": evil}

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from base64 import b64encode
 from functools import cache
 
@@ -29,7 +27,6 @@ from wsi_fl.oneshot.released_statistics import encode_file
 from wsi_fl.privacy.ledger_file import digest_values
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_ledger import user_head_path
-from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
@@ -316,20 +313,3 @@ def test_common_statistics_are_those_that_all_sites_have_or_began_with():
     assert sync_statistics._find_common({"S0": here, "S1": there | {"held": {}, "began": None}}, names) == ["S0"]
     odd = there | {"held": {"S2": "d" * 64}, "began": None}
     assert sync_statistics._find_common({"S0": here, "S1": odd}, names) == ["S0"]
-
-
-@pytest.mark.slow
-def test_ranks_with_separate_studies_sync_class_statistics(all_released):
-    hospitals = all_released
-    command = [launch.find_mpiexec(), "--oversubscribe", "--bind-to", "none"]
-    for k, name in enumerate(hospitals.identities):
-        command += [":"] * (k > 0) + ["-n", "1", "--wdir", str(hospitals.root / name)]
-        command += [sys.executable, "-m", "wsi_fl", "train", "--method", "oneshot", "--json"]
-        command += [word for setting in SENT for word in ("--set", setting)]
-    options = {"capture_output": True, "text": True, "timeout": 240, "env": launch.rank_environment(3)}
-    done = subprocess.run(command, check=False, **options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (run,) = hospitals.study("S0").runs.glob("0*")
-    summary = json.loads((run / "summary.json").read_text())
-    hospitals.require_heads_of_files(dict.fromkeys(hospitals.identities, summary), ["S0", "S1", "S2"])
-    assert all(len(hospitals.charges(name)) == 1 for name in hospitals.identities)

@@ -5,28 +5,21 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 from federation_fixtures import needs_flare
 from folder_hospitals import limit_files
-from hospitals import Bed, Earlier, digests
+from hospitals import Bed, charged, digests, send
 from proxies import KNOWN, CutLine
 
 import wsi_fl
 from wsi_fl.hospitals.demo import find_free_port
-from wsi_fl.hospitals.plans.preapproval import write_preapproval
-from wsi_fl.hospitals.plans.preapproval_check import make_preapproval
-from wsi_fl.hospitals.trust import certificates
-from wsi_fl.hospitals.trust.certificates import build_request, issue_certificate
-from wsi_fl.hospitals.trust.root_ca import RootCA
-from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = [pytest.mark.slow, needs_flare]
 SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "120")), 60
@@ -51,23 +44,10 @@ class Cron(threading.Thread):
                     self.bed.start(name, wait=False, env=self.machines.get(name, {}))
 
 
-def processes_of(bed, name):
-    """All processes of a hospital or of the server."""
-    text = f"{bed.root / 'kits' / name}( |$)"
-    out = subprocess.run(["pgrep", "-f", "--", text], capture_output=True, check=False, text=True)
-    return [int(word) for word in out.stdout.split()]
-
-
-def send(pids, sign):
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, sign)
-
-
 @contextmanager
 def inject_fault(bed, fault, name, machine, line, dice):
     """Let a hospital or the server suffer one of `FAULTS` within the context."""
-    everything = partial(processes_of, bed, name)
+    everything = partial(bed.pids, name)
     if fault in ("job", "client", "server"):
         send(bed.job_processes(name) if fault == "job" else everything(), signal.SIGKILL)
         yield
@@ -107,7 +87,7 @@ def inject_fault(bed, fault, name, machine, line, dice):
 
 def paid_by(bed, site):
     """The rounds on a hospital's ledger."""
-    return [entry.round for entry in LedgerFile(bed.study(site).ledger_path(site)).entries if entry.mechanism]
+    return [round_ for round_, _ in charged(bed.study(site), site)]
 
 
 def other_code(bed):
@@ -116,18 +96,6 @@ def other_code(bed):
     shutil.copytree(package, bed.root / "other" / "wsi_fl", ignore=shutil.ignore_patterns("__pycache__"))
     with (bed.root / "other" / "wsi_fl" / "types.py").open("a") as file:
         file.write("# another version\n")
-
-
-def ended_certificates(bed):
-    """Put a certificate that ended yesterday next to each hospital's."""
-    root = RootCA.open(bed.root / "kits")
-    for site in bed.sites:
-        startup = bed.root / "kits" / site / "startup"
-        asked = build_request((startup / "client.key").read_text(), site, "org")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(certificates, "datetime", Earlier)
-            ended = issue_certificate(asked, root.key, root.certificate, role="hospital", days=99)
-        (startup / "ended.crt").write_text(ended)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -140,7 +108,7 @@ def test_a_run_over_flare_ends_by_itself_after_random_faults(tmp_path, monkeypat
     machines = {name: {"HTTPS_PROXY": lines[name].proxy} for name in bed.sites}
     monkeypatch.setenv("HTTPS_PROXY", lines["coordinator"].proxy)
     other_code(bed)
-    ended_certificates(bed)
+    bed.write_ended_certificates()
     bed.sign("proxyfl", *SETTINGS)
     dice, suffered = random.Random(seed), []
     with bed.running("server"):
@@ -173,8 +141,8 @@ def test_a_run_over_flare_ends_by_itself_after_random_faults(tmp_path, monkeypat
         paid = paid_by(bed, row["site"])
         assert len(paid) == len(set(paid)) == row["rounds"]
     if all(row["rounds_completed"] == [[1, ROUNDS]] for row in summary["sites"]) and not summary["lost"]:
-        expected, run = bed.locally("proxyfl", *SETTINGS), summary["run"]
-        assert all(digests(bed.root / site / run, site) == expected[site] for site in bed.sites)
+        here, there = summary["run"], bed.simulated / bed.locally("proxyfl", *SETTINGS)["run"]
+        assert all(digests(bed.root / site / here, site) == digests(there, site) for site in bed.sites)
     assert max(row["rounds_completed"][-1][1] for row in summary["sites"]) == ROUNDS
 
 
@@ -183,14 +151,13 @@ def test_a_withdrawal_during_a_run_ends_it_only_at_its_hospital(tmp_path, what):
     """Its client stays connected, because a running server reads no list; the coordinator gives it no more jobs."""
     bed = Bed(tmp_path, 3)
     plan = bed.sign("proxyfl", *SETTINGS, by=["S0", "S2"])
-    study, identity = bed.study("S1"), bed.kit("S1").load_identity()
-    write_preapproval(study, make_preapproval(study, plan, "S1", epsilon=None, until="2099-01-31", runs=1), identity)
+    bed.preapprove("S1", plan)
     with bed.running():
         process = bed.submitting("--plan", bed.plan_file())
         bed.wait_for(lambda: bed.rounds("S1", "00001-proxyfl-small") >= 3 or process.poll() is not None, 120)
         assert process.poll() is None, process.communicate()
         if what == "frame":
-            said = bed.command("preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", study.root)
+            said = bed.command("preapprove", "--revoke", "--kit", bed.root / "kits" / "S1", "--study", bed.root / "S1")
         else:
             said = bed.command("revoke", "S1", "--kit", bed.root / "kits")
         assert said.returncode == 0, said.stderr

@@ -3,51 +3,22 @@
 import json
 import os
 import re
-import threading
 from collections import Counter
-from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
 from conftest import metrics, refused
-from federation_fixtures import Federation
-from hospitals import Earlier
-from test_folder_transport import BASE, SITES, Group, charged, meddling, note, plan_of, require_the_same, start
+from hospitals import BASE, SITES, Bed, Earlier, charged, one_installation, start  # noqa: F401
+from test_folder_transport import note, owner_at
 
-from wsi_fl.hospitals.plans.preapproval import FORMAT, revoke_preapproval, write_preapproval
-from wsi_fl.hospitals.plans.signed_plan import record_approval
+from wsi_fl.hospitals.plans.preapproval import revoke_preapproval
 from wsi_fl.hospitals.trust import certificates
-from wsi_fl.hospitals.trust.certificates import (
-    build_request,
-    extend_revocation_list,
-    issue_certificate,
-    key_fingerprint,
-    verify_certificate,
-)
-from wsi_fl.hospitals.trust.kit import REVOCATIONS_FILE, Kit
+from wsi_fl.hospitals.trust.root_ca import revoke_site
 from wsi_fl.hospitals.work.start import take_part_by_folder
 
 pytestmark = pytest.mark.slow
 SECONDS, ROUNDS = float(os.environ.get("WSI_FL_FAULT_SECONDS", "100")), 25
-SETTINGS = [f"train.rounds={ROUNDS}", *BASE[1:3], "comm.timeout_s=10"]
 LETTER = re.compile(r"(\w+)~x(\d+)\.\d+~")
-
-
-@contextmanager
-def watched(share, do):
-    """Act on every sealed message in a share within the context; it may vanish meanwhile."""
-    stop = threading.Event()
-
-    def watch():
-        while not stop.is_set():
-            with suppress(OSError):  # the share is away
-                meddling(share, do, stop)
-
-    owner = threading.Thread(target=watch, daemon=True)
-    owner.start()
-    yield
-    stop.set()
-    owner.join()
 
 
 def left_by(seen):
@@ -55,28 +26,27 @@ def left_by(seen):
     return {(found[1], int(found[2])) for name in seen if (found := LETTER.match(name))}
 
 
-@pytest.mark.parametrize("least", [None, 2])
-@pytest.mark.parametrize("what", ["frame", "certificate"])
-def test_a_withdrawal_during_a_run_ends_it_at_the_next_round(tmp_path, federation, what, least):
-    """The hospital sends nothing more; the others continue if the plan allows it, or end in one line."""
-    rounds = 8
-    settings = [f"train.rounds={rounds}", *BASE[1:3], "comm.timeout_s=20"]
-    settings += [f"train.min_sites={least}"] * bool(least)
-    group = Group(tmp_path / "group", "proxyfl", settings, federation)
-    study, kit = group.study("S1"), Kit.open(group.root / "kit-S1")
-    limits = {
-        "epsilon": 5000.0,
-        "runs": 1,
-        "until": "2099-01-31",
-        "allows": {"delta": [1e-5], "code": []},
-        "settings": {},
-    }
-    frame = {"format": FORMAT, "id": "f" * 32, "site": "S1", **limits}
-    write_preapproval(study, frame, kit.load_identity())
-    record_approval(study, plan_of(study, "proxyfl", settings), kit.load_identity(), frame)
+@pytest.fixture
+def group(tmp_path):
+    """Hospitals whose certificates a clock that is days behind knows too, and whose rounds take a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificates, "datetime", Earlier)
+        group = Bed(tmp_path, 3, folder=str(tmp_path / "share"))
     for job in group.jobs:
         job["slow_s"] = 1.0
-    seen, ended = {}, []
+    return group
+
+
+@pytest.mark.parametrize("least", [None, 2])
+@pytest.mark.parametrize("what", ["frame", "certificate"])
+def test_a_withdrawal_during_a_run_ends_it_at_the_next_round(group, what, least):
+    """The hospital sends nothing more; the others continue if the plan allows it, or end in one line."""
+    rounds = 8
+    settings = [f"train.rounds={rounds}", BASE[1], "comm.timeout_s=20"] + [f"train.min_sites={least}"] * bool(least)
+    plan = group.sign("proxyfl", *settings, by=["S0", "S2"])
+    (group.share / "plan.json").write_text(plan.text)
+    group.preapprove("S1", plan)
+    study, kit, seen, ended = group.study("S1"), group.kit("S1"), {}, []
 
     def do(path):
         found = LETTER.match(path.name)
@@ -85,15 +55,11 @@ def test_a_withdrawal_during_a_run_ends_it_at_the_next_round(tmp_path, federatio
             if what == "frame":
                 revoke_preapproval(study, kit.load_identity())
             else:
-                key = kit.load_identity().certificate
-                more = {verify_certificate(key, federation.root).number: key_fingerprint(key)}
-                (group.share / REVOCATIONS_FILE).write_text(
-                    extend_revocation_list(federation.root, federation.key, more)
-                )
+                revoke_site("S1", group.root / "kits")
         return note(seen, path)
 
-    with watched(group.share, do):
-        start(tmp_path, [group])
+    with owner_at(group.share, do):
+        start(group.root, [group.jobs])
     said = {site: json.loads((group.root / site / "result.json").read_text()) for site in SITES}
     lost = "site S1 has a certificate that was withdrawn on"
     withdrew = (
@@ -119,25 +85,14 @@ def test_a_withdrawal_during_a_run_ends_it_at_the_next_round(tmp_path, federatio
 
 
 @pytest.mark.parametrize(("seed", "least"), [(1, 2), (2, 2), (3, 3), (4, 3)])
-def test_after_random_faults_the_run_ends_with_all_sites_and_ledgers_hold_every_release(
-    tmp_path, monkeypatch, seed, least
-):
+def test_after_random_faults_the_run_ends_with_all_sites_and_ledgers_hold_every_release(group, seed, least):
     """Where all sites are needed none is left out, and the models are those of an undisturbed run."""
-    settings = [*SETTINGS, f"train.min_sites={least}"]
-    with monkeypatch.context() as patch:  # certificates that a clock that is days behind knows too
-        patch.setattr(certificates, "datetime", Earlier)
-        federation = Federation()
-        group = Group(tmp_path / "group", "proxyfl", settings, federation)
-        for job, site in zip(group.jobs, SITES, strict=True):
-            job["slow_s"] = 1.0
-            startup = group.root / f"kit-{site}" / "startup"
-            asked, ends = build_request((startup / "client.key").read_text(), site, "org"), {"days": 99}
-            ended = issue_certificate(asked, federation.key, federation.root, role="hospital", **ends)
-            (startup / "ended.crt").write_text(ended)
+    settings = (f"train.rounds={ROUNDS}", BASE[1], "comm.timeout_s=10", f"train.min_sites={least}")
+    group.sign("proxyfl", *settings)
+    group.write_ended_certificates()
     faults, seen = {"seed": seed, "seconds": SECONDS, "share": str(group.share)}, {}
-    group.jobs = {"jobs": group.jobs, "faults": faults}
-    with watched(group.share, partial(note, seen)):
-        suffered = start(tmp_path, [group])
+    with owner_at(group.share, partial(note, seen)):
+        suffered = start(group.root, [{"jobs": group.jobs, "faults": faults}])
     print(f"{len(suffered)} faults: {Counter(suffered)}")
     assert len(suffered) > SECONDS / 12
     left = left_by(seen)
@@ -149,4 +104,4 @@ def test_after_random_faults_the_run_ends_with_all_sites_and_ledgers_hold_every_
         assert metrics(group.run(site), site)[-1]["round"] == ROUNDS
     assert sum(len(charged(group.study(site), site)) == ROUNDS for site in SITES) >= 1
     if least == len(SITES):
-        require_the_same(group)
+        group.require_the_same("proxyfl", *settings)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from wsi_fl.demo.run import write_untrained_weights
 from wsi_fl.demo.simulated_slides import simulate_archive
 from wsi_fl.hospitals.flare.flare_files import require_flare
 from wsi_fl.stages.evaluation.evaluation_lines import render_cross_site_lines
+from wsi_fl.hospitals.work.submit import SubmittedRun
 from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import toml_value
@@ -70,10 +71,6 @@ class DemoMachine:
         """The output of the commands."""
         return self.folder / "commands.txt"
 
-    def build_environment(self) -> dict[str, str]:
-        """Return the environment of this machine's user, by default with one core for each process."""
-        return {"OMP_NUM_THREADS": "1", **os.environ, "XDG_STATE_HOME": str(self.folder / "state")}
-
 
 class ChildProcesses:
     """The running processes; `children()` ends them all."""
@@ -83,7 +80,7 @@ class ChildProcesses:
         self._lock = threading.Lock()
         self._has_ended = False
 
-    def run(self, place: DemoMachine, *arguments: str | Path) -> dict[str, Any]:
+    def run(self, place: DemoMachine, *arguments: str | Path) -> Mapping[str, object]:
         """Run a command and return its `--json` document; WsiFlError with its last line if it fails."""
         command = _format_command(arguments)
         print_message(f"  {place.name}$ {command}")
@@ -94,7 +91,7 @@ class ChildProcesses:
             self._running.pop(process.pid, None)
         if process.returncode:
             raise WsiFlError(f"{place.name}: {command}: {_last_line(place.log)}")
-        return dict(json.loads(output))
+        return cast(Mapping[str, object], json.loads(output))
 
     def start_server(self, place: DemoMachine, *arguments: str | Path) -> None:
         """Start a command that goes on, and wait until it reports that it is ready; WsiFlError if it does not."""
@@ -144,7 +141,7 @@ class ChildProcesses:
             process = subprocess.Popen(
                 [sys.executable, "-m", "wsi_fl", *map(str, arguments)],
                 cwd=place.working_folder,
-                env=place.build_environment(),
+                env={"OMP_NUM_THREADS": "1", **os.environ, "XDG_STATE_HOME": str(place.folder / "state")},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -159,7 +156,7 @@ def child_processes() -> Iterator[ChildProcesses]:
     """Yield a group of processes and end it afterwards, also after Ctrl-C, a failure or a closed terminal."""
     processes = ChildProcesses()
     ends = [sign for sign in _ENDS if signal.getsignal(sign) is not signal.SIG_IGN]  # as of nohup
-    handlers = {sign: signal.signal(sign, _raise_interrupt) for sign in ends}
+    handlers = {sign: signal.signal(sign, signal.default_int_handler) for sign in ends}
     try:
         yield processes
     finally:
@@ -168,10 +165,6 @@ def child_processes() -> Iterator[ChildProcesses]:
         processes.end_all()
         for sign, handler in handlers.items():
             signal.signal(sign, handler)
-
-
-def _raise_interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _signal_group(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
@@ -194,7 +187,7 @@ class _DemoResult(TypedDict):
     folder: str
     seconds: float
     run: str
-    sites: list[dict[str, object]]
+    sites: Sequence[Mapping[str, object]]
     scores: CrossSiteScores
     report: str
     reports: dict[str, str]
@@ -289,13 +282,13 @@ class _FederationDemo:
         write_text(site, f"{site.read_text(encoding='utf-8').rstrip()}\n{_ALLOW_LINE}\n")
         organization = f"Hospital {place.name} of the demo"
         request = self.run(place, "federation", "request", place.name, "--kit", _KIT, "--organization", organization)
-        self.fingerprints[place.name] = request["fingerprint"]
+        self.fingerprints[place.name] = str(request["fingerprint"])
 
     def _provision_federation(self) -> None:
         """Provision the federation, give the server its kit, and approve the hospitals' requests."""
         chief, address = self.coordinator, f"localhost:{find_free_port()}"
         federation = self.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
-        self.fingerprints["root"] = federation["fingerprint"]
+        self.fingerprints["root"] = str(federation["fingerprint"])
         self.server.folder.mkdir()
         shutil.move(chief.working_folder / _FOUNDED / "server", self.server.folder / "kit")
         for place in self.hospitals:
@@ -329,12 +322,13 @@ class _FederationDemo:
         approval = Path("federation") / f"approval-{place.name}.json"
         _copy_file(place.working_folder / approval, self.coordinator.working_folder / approval)
 
-    def _run_training(self) -> dict[str, Any]:
+    def _run_training(self) -> SubmittedRun:
         chief, kit = self.coordinator, _FOUNDED / "coordinator"
         self.crew.start_server(self.server, "federation", "start", "kit")
         self.crew.run_parallel(lambda place: self.crew.start_server(place, "federation", "start", _KIT), self.hospitals)
         self.run(chief, "federation", "check", kit, "--plan", "plan.json")
-        return self.run(chief, "federation", "submit", "--kit", kit, "--plan", "plan.json", "--out", "result")
+        words = ("submit", "--kit", kit, "--plan", "plan.json", "--out", "result")
+        return cast(SubmittedRun, self.run(chief, "federation", *words))
 
     def _report_run(self, place: DemoMachine, run: str) -> None:
         self.run(place, "evaluate", run)

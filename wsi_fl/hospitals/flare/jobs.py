@@ -302,17 +302,15 @@ def run_job(
 
     Raises:
         JobFailed: with the reason of the first hospital that failed, or of the server.
-        SiteBack: when an awaited hospital is connected again.
+        SiteReconnected: when an awaited hospital is connected again.
     """
     with tempfile.TemporaryDirectory() as place, _open_session(kit) as session:
         folder = Path(place) / "job"
         write_job_files(folder, sites, job)
         number = session.submit_job(str(folder))
         on_submit(number)
-        started_s, watch = (
-            time.monotonic(),
-            _JobWatch(session, number, sites, patience_s, awaited or {}, list_revoked),
-        )
+        started_s = time.monotonic()
+        watch = _JobWatch(session, number, sites, patience_s, awaited or {}, list_revoked)
         while not (status := _job_status(session, number)).startswith("FINISHED"):
             on_wait(time.monotonic() - started_s)
             watch.check_job(status)

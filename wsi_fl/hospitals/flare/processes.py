@@ -82,12 +82,12 @@ async def _open_session(proxy_options: Mapping[str, Any]) -> AsyncIterator[Simpl
         yield SimpleNamespace(ws_connect=partial(session.ws_connect, **proxy_options))
 
 
-def _make_ssl_context(params: dict[str, Any], ssl_server: bool) -> SSLContext | None:
+def _make_ssl_context(params: Mapping[str, object], ssl_server: bool) -> SSLContext | None:
     context: SSLContext | None = _flare_ssl_context(params, ssl_server)
     if context is None:
         return None
     context.check_hostname = not ssl_server
-    return refuse_revoked(context, Path(params[DriverParams.CA_CERT.value]))
+    return refuse_revoked(context, Path(str(params[DriverParams.CA_CERT.value])))
 
 
 def _end_with_parent(parent: int) -> None:

@@ -198,7 +198,7 @@ def _send_signs_of_life(engine: Any, job: str) -> Iterator[None]:
 class HospitalExecutor(Executor):  # type: ignore[misc]
     """A hospital's part of a job, in a process of its own that FLARE's client started.
 
-    The content of a job is a `files.Job`.
+    The content of a job is a `JobRequest`.
     """
 
     def __init__(self) -> None:
@@ -212,6 +212,7 @@ class HospitalExecutor(Executor):  # type: ignore[misc]
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Do the job; any failure is reported in one line."""
+        code = ReturnCode.OK
         try:
             self._transport.set_stop_signal(abort_signal)
             with _send_signs_of_life(fl_ctx.get_engine(), fl_ctx.get_job_id()):
@@ -222,15 +223,11 @@ class HospitalExecutor(Executor):  # type: ignore[misc]
                 append_note(
                     Study(Path(os.environ[STUDY_VARIABLE])).runs_path / f"{name}.log", "".join(format_exception(error))
                 )
-            reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
-            if isinstance(error, ReportableError):
-                fault = Fault("failed", name) if isinstance(error, SiteFailed) else find_fault(error)
-                reply["said"] = json.dumps(failure_reply(single_line(error), fault))
-            else:
-                text = f"site {name} failed; its own log says why"
-                reply["said"] = json.dumps(failure_reply(text, Fault("failed", name)))
-            return reply
-        reply = make_reply(ReturnCode.OK)
+            is_reportable = isinstance(error, ReportableError)
+            text = single_line(error) if is_reportable else f"site {name} failed; its own log says why"
+            fault = find_fault(error) if is_reportable and not isinstance(error, SiteFailed) else Fault("failed", name)
+            code, result = ReturnCode.EXECUTION_EXCEPTION, failure_reply(text, fault)
+        reply = make_reply(code)
         reply["said"] = json.dumps(result)
         return reply
 

@@ -24,11 +24,12 @@ _ATOMIC_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", 
 
 @dataclass(frozen=True)
 class FolderEntry:
-    """A file of an inbox; `time` is when it was written, in seconds since 1970, if the share knows."""
+    """A file or folder in a folder; `time` is when it was written, in seconds since 1970, if the share knows."""
 
+    kind: str
     name: str
     size: int
-    time: float | None = None
+    time: float | None
 
 
 @dataclass
@@ -80,29 +81,20 @@ class SharedFolder:
 
     def list_entries(self, *parts: str) -> dict[str, FolderEntry]:
         """Return the files of a folder by name; none if it is missing."""
-        files = [info for info in self._list_folder(*parts) if info.get("type") == "file" and not info.get("islink")]
-        return {
-            info["name"]: FolderEntry(info["name"], int(info.get("size") or 0), _write_time(info)) for info in files
-        }
+        return {entry.name: entry for entry in self._list_folder(*parts) if entry.kind == "file"}
 
     def list_folders(self, *parts: str) -> list[str]:
         """Return the names of the folders in a folder; none if it is missing."""
-        return [info["name"] for info in self._list_folder(*parts) if info["type"] == "directory"]
+        return [entry.name for entry in self._list_folder(*parts) if entry.kind == "directory"]
 
-    def _list_folder(self, *parts: str) -> list[dict[str, Any]]:
-        """Return fsspec's description of each entry of a folder, its name without the path."""
-
+    def _list_folder(self, *parts: str) -> list[FolderEntry]:
         def list_children(fs: Any, root: str) -> Any:
             fs.invalidate_cache()
             return fs.ls("/".join([root, *parts]), detail=True)
 
-        try:
-            return [
-                info | {"name": str(info["name"]).rstrip("/").rsplit("/", 1)[-1]}
-                for info in self.run_action(list_children)
-            ]
-        except FileNotFoundError:
-            return []
+        with suppress(FileNotFoundError):
+            return [_parse_entry(info) for info in self.run_action(list_children)]
+        return []
 
     def read(self, max_bytes: int, *parts: str) -> bytes:
         """Return the content of a file, at most one byte beyond the limit.
@@ -126,17 +118,15 @@ class SharedFolder:
             FileNotFoundError: when it is missing.
             OSError: of the share.
         """
-        try:
-            return self.run_action(action)
-        except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
-        try:
-            return self.run_action(action)
-        except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
-            raise FileNotFoundError(str(error)) from error
+        for is_last in (False, True):
+            try:
+                return self.run_action(action)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                if is_last:
+                    raise FileNotFoundError(str(error)) from error
+        raise AssertionError
 
     def write(self, content: bytes, *parts: str) -> None:
         """Write a file, which appears complete or not at all."""
@@ -173,10 +163,14 @@ def _is_missing(error: Exception) -> bool:
     return getattr(error, "errno", None) == errno.ENOENT or getattr(answer, "status_code", None) == 404
 
 
-def _write_time(info: Mapping[str, Any]) -> float | None:
-    """Return when a file was written; backends of fsspec name it differently."""
-    value = next((info[key] for key in ("mtime", "LastModified", "modified", "created") if info.get(key)), None)
-    return value.timestamp() if isinstance(value, datetime) else value if isinstance(value, float) else None
+def _parse_entry(info: Mapping[str, Any]) -> FolderEntry:
+    """Return an entry from its description; backends of fsspec name its time differently."""
+    time = next((info[key] for key in ("mtime", "LastModified", "modified", "created") if info.get(key)), None)
+    time = time.timestamp() if isinstance(time, datetime) else time if isinstance(time, float) else None
+    kind, name = str(info.get("type")), str(info["name"]).rstrip("/").rsplit("/", 1)[-1]
+    return FolderEntry(
+        "link" if kind == "file" and info.get("islink") else kind, name, int(info.get("size") or 0), time
+    )
 
 
 def _file_protocols(fs: Any) -> set[str]:

@@ -18,7 +18,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from math import inf
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -60,13 +60,6 @@ _WAKE_S = 0.5
 _FAREWELL_S = 5.0
 
 
-class _Mismatch(NamedTuple):
-    """How a peer differs from this site, so that both cannot take part: as a code, and in words."""
-
-    code: FaultCode
-    text: str
-
-
 @dataclass
 class SecureComm:
     """One process per site, over a transport.
@@ -91,7 +84,7 @@ class SecureComm:
 
     Raises:
         PeerTimeout: when a site did not introduce itself in time.
-        SitesGone: the same, if the others may go on without it.
+        SitesDroppedOut: the same, if the others may go on without it.
         ReportableError: when one has another plan, version, code or time.
     """
 
@@ -247,10 +240,11 @@ class SecureComm:
             return "taken"
         if reason := self._explain_foreign_handshake(handshake, name, message):
             return self._note_refusal(reason)
-        if problem := self._explain_mismatch(handshake, name):
+        if mismatch := self._explain_mismatch(handshake, name):
+            code, text = mismatch
             if self._tolerates_dropout:  # the others go on without it
-                return self._note_refusal(problem.text)
-            self._peer_error = mark_fault(ReportableError(f"{problem.text}; nothing was trained"), problem.code, name)
+                return self._note_refusal(text)
+            self._peer_error = mark_fault(ReportableError(f"{text}; nothing was trained"), code, name)
         else:
             if self._session:
                 self._peer_error = SiteReturned(f"site {name} began again")
@@ -278,15 +272,15 @@ class SecureComm:
             return f"a handshake as {name} for another plan ({str(message.header['session'])[:8]}) was ignored"
         return ""
 
-    def _explain_mismatch(self, handshake: Handshake, name: str) -> _Mismatch | None:
-        """Return how a peer differs from this site; None if it does not."""
+    def _explain_mismatch(self, handshake: Handshake, name: str) -> tuple[FaultCode, str] | None:
+        """Return how a peer differs from this site, as a code and in words; None if it does not."""
         me, ahead_s = self.identity.name, max([handshake["time"], *handshake["gone"].values()]) - time.time()
         if ahead_s > MAX_CLOCK_SKEW_S:
-            return _Mismatch("clock", f"the clock of {name} is {ahead_s / 3600:.1f} h ahead")
+            return "clock", f"the clock of {name} is {ahead_s / 3600:.1f} h ahead"
         if (handshake["version"], handshake["code"]) != (self.version, self.code):
             peer_version = f"{handshake['version']} ({handshake['code'][:8]})"
             local_version = f"{self.version} ({self.code[:8]})"
-            return _Mismatch("", f"{name} has wsi-fl {peer_version}, {me} has {local_version}")
+            return "", f"{name} has wsi-fl {peer_version}, {me} has {local_version}"
         return None
 
     # arrivals

@@ -105,8 +105,10 @@ def take_part(
         presence=presence,
         load_revoked=load_revoked,
     )
-    if presence.min_sites is not None:
-        request = _exclude_dropouts(request, comm, presence)
+    if presence.min_sites is not None:  # the session left some out
+        dropped_out = [name for k, name in enumerate(presence.names) if k not in comm.running]
+        reasons = {name: presence.reasons.get(name, "gone, as other sites say") for name in dropped_out}
+        request = replace(request, without=dropped_out, reasons=reasons)
     try:
         return ranks.take_part(context, comm, request)
     finally:
@@ -161,13 +163,6 @@ def _list_running(context: RunContext, request: RunRequest) -> tuple[int, ...]:
     if min_sites is not None and len(running) < min_sites:
         raise ReportableError(f"the plan is for at least {min_sites} hospitals, and this job for {len(running)}")
     return running
-
-
-def _exclude_dropouts(request: RunRequest, comm: SecureComm, presence: SitePresence) -> RunRequest:
-    """Return a request without the sites that the session left out, with the reasons that are known here."""
-    dropped_out = [name for k, name in enumerate(presence.names) if k not in comm.running]
-    reasons = {name: presence.reasons.get(name, "gone, as other sites say") for name in dropped_out}
-    return replace(request, without=dropped_out, reasons=reasons)
 
 
 def public_summary(study: Study, site: str, summary: Summary) -> Mapping[str, object]:

@@ -172,16 +172,12 @@ def _flare_process(kit: Kit, study: Study | None) -> Iterator[subprocess.Popen[b
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    previous_handler = signal.signal(signal.SIGTERM, _raise_interrupt)
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield process
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
         _end_process(process)
-
-
-def _raise_interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:
@@ -255,7 +251,7 @@ class _NoPeerWaits(Interrupted):
 def take_part_by_folder(study: Study, kit: Kit, *, folder: str | None = None, without: Sequence[str] = ()) -> Summary:
     """Do a hospital's part of its signed plan, over a folder, and return the run's summary.
 
-    A `plan.json` in the folder is approved first if the hospital's standing approval covers it; see `plans.admitting`.
+    A `plan.json` in the folder is approved first if the hospital's standing approval covers it.
 
     Calling it again is always safe, also from cron. It begins the plan's run, or resumes the one that all sites have,
     from their checkpoints; releases are sent again, and nothing is charged twice except a spoilt sum. When the run has

@@ -42,7 +42,7 @@ _MAX_FAILED_JOBS = 10
 """Consecutive failures without a blamed hospital after which people have to look."""
 
 
-class _SubmittedRun(Summary):
+class SubmittedRun(Summary):
     """The summary of a run, its folder, and its page."""
 
     out: str
@@ -58,7 +58,7 @@ def submit_plan(
     resume: str | None = None,
     without: Sequence[str] = (),
     watcher: Watcher | None = None,
-) -> _SubmittedRun:
+) -> SubmittedRun:
     """Run a plan at its hospitals, and store the summary that all of them have.
 
     Args:
@@ -281,7 +281,7 @@ def run_plan_job(
     return replies
 
 
-def submission_lines(document: _SubmittedRun) -> Lines:
+def submission_lines(document: SubmittedRun) -> Lines:
     """Report what each hospital spent, and where the result is."""
     for row in document["sites"]:
         yield TextLine(f"  {row['site']}: {row['rounds']} rounds, {describe_spending(row)}")
