@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -44,7 +43,7 @@ AUDIT = AuditSection()
 
 def build_audit_section(audit: Json, colors: Mapping[str, str]) -> dict[str, object]:
     """Return the values of the section."""
-    rows = _flatten_rows(audit)
+    rows = list_model_rows(audit)
     planted = [row for row in rows if row["canaries"]]
     return {
         "rows": rows,
@@ -59,7 +58,8 @@ def build_audit_section(audit: Json, colors: Mapping[str, str]) -> dict[str, obj
     }
 
 
-def _flatten_rows(audit: Json) -> list[dict[str, Any]]:
+def list_model_rows(audit: Json) -> list[Json]:
+    """Return a row for each audited model, with its site and its attacks by name."""
     return [
         {
             **model,
@@ -86,7 +86,7 @@ def _tail_chart(site: Json) -> tuple[str, Chart]:
 
 def list_audit_findings(audit: Json) -> Iterator[Finding]:
     """Yield the alarming results; "bad" for a broken guarantee or a leaking release."""
-    for row in _flatten_rows(audit):
+    for row in list_model_rows(audit):
         subject, planted = f"{row['title']} of {row['site']}", row["canaries"]
         if row["own"]["alarm"]:
             tone = "bad" if row["model"] != "private" else "unclear"
