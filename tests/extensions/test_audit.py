@@ -362,18 +362,6 @@ def test_every_kind_of_model_is_attacked(pair, method, names):
             assert model["membership"]["merged"]["non_members"] == 24
 
 
-OTHER = ("the private model of S0 differs from this run's", "put its backup back")
-
-
-def replace_release(run):
-    """Replace the tensors of the last release."""
-    folder = RunFolder(run).site_folder("S0")
-    number = folder.list_checkpoints()[-1]
-    tensors, document = folder.load_checkpoint(number)
-    others = {key: value for key, value in tensors.items() if not key.startswith("proxy/model/")}
-    save_tensors(folder.checkpoint_path(number), others | {"proxy/model/x": torch.ones(3)}, document)
-
-
 def test_a_run_that_cannot_be_audited_is_refused_in_one_line(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     run = trained(study, "regular", "train.rounds=1")["run"]
@@ -388,58 +376,45 @@ def test_a_run_that_cannot_be_audited_is_refused_in_one_line(tmp_path):
     refused(lambda: audit_run(study, run), "has not finished", error=WsiFlError)
 
 
+def write(place, content):
+    """Return a function that replaces the bytes of a site's file."""
+    return lambda site: (site / place).write_bytes(content)
+
+
+def replace_release(site):
+    """Replace the tensors of the last release."""
+    folder = RunFolder(site.parents[1]).site_folder(site.name)
+    number = folder.list_checkpoints()[-1]
+    tensors, document = folder.load_checkpoint(number)
+    others = {key: value for key, value in tensors.items() if not key.startswith("proxy/model/")}
+    save_tensors(folder.checkpoint_path(number), others | {"proxy/model/x": torch.ones(3)}, document)
+
+
+OTHER = ("the private model of S0 differs from this run's", "put its backup back")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda run: save_tensors(run / "sites/S0/private.safetensors", {"x": torch.ones(3)}, {}), OTHER),
-        (replace_release, ("the proxy model of S0 differs from this run's",)),
+        *((write("ledger.json", text), ["damaged; put its backup back"]) for text in (b"{}", b"[]", b"null")),
+        (write("ledger.json", b'{"epsilon": 1}'), ["damaged; put its backup back"]),
+        (lambda site: (site / "ledger.json").unlink(), ["no such file; put its backup back"]),
+        (write("ledger.json", b"\xff"), ["not valid JSON"]),
+        (lambda site: shutil.copy(site / "proxy.safetensors", site / "private.safetensors"), OTHER),
+        (lambda site: save_tensors(site / "private.safetensors", {"x": torch.ones(3)}, {}), OTHER),
+        (replace_release, ["the proxy model of S0 differs from this run's"]),
     ],
 )
-def test_a_damaged_run_is_reported_in_one_line(noisy_run, tmp_path, damage, words):
-    study, summary, _ = noisy_run
-    copy = Study(shutil.copytree(study.root, tmp_path / "study"))
-    damage(copy.find_run(summary["run"]))
-    refused(lambda: audit_run(copy, summary["run"]), *words, error=WsiFlError)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A study, and a run of it whose private models are of another kind than its proxies."""
-    study = make_study(tmp_path_factory.mktemp("finished") / "study", n_sites=2)
-    return study, trained(study, "proxyfl", "train.rounds=1")["run"]
-
-
-@pytest.mark.parametrize(
-    ("place", "content", "words"),
-    [
-        *(("ledger.json", text, "damaged; put its backup back") for text in ("{}", "[]", "null", '{"epsilon": 1}')),
-        ("ledger.json", None, "no such file; put its backup back"),
-        ("ledger.json", "\xff", "not valid JSON"),
-        ("private.safetensors", "proxy", "the private model of S0 differs from this run's"),
-    ],
-)
-def test_files_of_a_run_are_checked_before_they_are_audited(finished, place, content, words):
-    study, run = finished
-    path = study.root / run / "sites" / "S0" / place
-    kept = path.read_bytes()
-    try:
-        if content == "proxy":
-            path.write_bytes(path.with_name("proxy.safetensors").read_bytes())
-        elif content is None:
-            path.unlink()
-        else:
-            path.write_bytes(content.encode("latin1"))
-        refused(lambda: audit_run(study, run), words, error=WsiFlError)
-    finally:
-        path.write_bytes(kept)
+def test_files_of_a_run_are_checked_before_they_are_audited(noisy_run, tmp_path, damage, words):
+    study, run = Study(shutil.copytree(noisy_run[0].root, tmp_path / "study")), noisy_run[1]["run"]
+    damage(study.find_run(run) / "sites" / "S0")
+    refused(lambda: audit_run(study, run), *words, error=WsiFlError)
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "null", '{"run": 1, "sites": [], "digest": "x"}'])
-def test_an_edited_audit_is_not_reported(finished, content):
-    study, run = finished
+def test_an_edited_audit_is_not_reported(noisy_run, content):
+    study, run = noisy_run[0], noisy_run[1]["run"]
     path = study.root / run / "audit" / "audit.json"
-    if not path.exists():
-        audit_run(study, run)
     kept = path.read_bytes()
     path.write_text(content)
     refused(lambda: write_report(study, run), "audit.json: damaged; run `wsi-fl audit ", error=WsiFlError)

@@ -16,6 +16,7 @@ from test_plugins import installed
 from training_runs import csv_rows
 
 from wsi_fl import plugins
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.evidence import bench as module
 from wsi_fl.evidence.bench import SamplingCell, parse_cells, run_benchmark, sample_sites
 from wsi_fl.evidence.feature_table import FeatureTable, read_table
@@ -68,11 +69,13 @@ def test_hospitals_with_a_single_class_gain_and_pooled_training_is_best(npz, tmp
 @pytest.mark.parametrize("skew", ["alike", "missing-class", "0.75"])
 def test_hospitals_and_the_test_set_share_no_patient(skew):
     x, y, patient = table()
-    sites, test = sample_sites(FeatureTable(x, y, patient, ("a", "b")), SamplingCell(3, 8, skew), seed=0)
+    sites, test = sample_sites(
+        FeatureTable(Cohort.from_arrays(x, y, patient), ("a", "b")), SamplingCell(3, 8, skew), seed=0
+    )
     parts = [set(part.patient) for part in (*sites, test)]
     assert sum(map(len, parts)) == len(set().union(*parts))
     assert [len(one) for one in parts[:3]] == [8, 8, 8]
-    shares = [np.mean(site.y == 0) for site in sites]
+    shares = [np.mean(site.label == 0) for site in sites]
     assert shares == {"alike": [0.5] * 3, "missing-class": [0.5, 0.5, 0.0], "0.75": [0.75, 0.25, 0.75]}[skew]
 
 
@@ -81,10 +84,16 @@ def test_tables_of_all_file_formats_give_the_same_result(tmp_path, npz):
     lines = ["label,patient," + ",".join(f"f{k}" for k in range(x.shape[1]))]
     lines += [",".join([str(b), c, *map(repr, map(float, a))]) for a, b, c in zip(x, y, patient, strict=True)]
     (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
-    found = read_table(tmp_path / "t.csv")
-    assert np.array_equal(found.x, x) and np.array_equal(found.y, y) and list(found.patient) == list(patient)
+    assert_rows(read_table(tmp_path / "t.csv"), x, y, patient)
     slides = read_table(*write_trident_folder(tmp_path / "trident", [f"s{k},{'ab'[k % 2]}" for k in range(6)]))
-    assert np.allclose(slides.x, x[:6] + 1) and slides.classes == ("a", "b") and list(slides.y) == [0, 1] * 3
+    assert_rows(slides, x[:6] + 1, [0, 1] * 3, [""] * 6)
+    assert slides.classes == ("a", "b")
+
+
+def assert_rows(found, x, y, patient):
+    """Compare a table with the features, labels and patients of its file."""
+    np.testing.assert_allclose(found.rows.read(np.arange(len(x))), x, rtol=1e-6)
+    assert list(found.rows.label) == list(y) and list(found.rows.patient) == list(patient)
 
 
 def write_trident_folder(folder, labels, n=6):
@@ -108,7 +117,7 @@ def test_slides_without_a_row_are_excluded_by_name(tmp_path, monkeypatch, capsys
     reasons = {one["slide"]: one["reason"] for one in document["excluded"]}
     words = {"s1": "s1.h5: features are not finite", "s40": "has no label (labels.csv line 42)"}
     words |= {"z.svs": "has a label (labels.csv line 43) and no features", "s41": "has no label in labels.csv"}
-    assert reasons == words and len(read_table(folder, labels).y) == 39
+    assert reasons == words and len(read_table(folder, labels).rows) == 39
     said = " ".join(capsys.readouterr().err.split())
     assert "slides excluded: 4 (s1: s1.h5: features are not finite; s40: has no label" in said
     for line, *what in (("s2,a", "line 44", "slide s2 has a row already"), ("s41,A", "labels A, a differ")):
@@ -137,10 +146,9 @@ def test_a_store_gives_a_row_per_labelled_patch_and_otherwise_per_slide(tmp_path
         write_bags(tmp_path / "s.h5", meta, slides, bags, patches=own)
         found = read_table(tmp_path / "s.h5")
         if own:
-            assert np.array_equal(found.x, x) and np.array_equal(found.y, y)
-            assert list(found.patient) == list(patient)
+            assert_rows(found, x, y, patient)
         else:
-            assert np.allclose(found.x, [x[:8].mean(0), x[8:].mean(0)]) and list(found.y) == [0, 1]
+            assert_rows(found, [x[:8].mean(0), x[8:].mean(0)], [0, 1], slides.patient)
 
 
 @pytest.mark.parametrize(
@@ -251,10 +259,10 @@ def test_rows_without_a_label_are_excluded_and_no_class_is_called_nan(tmp_path):
     np.savez(tmp_path / "t.npz", **arrays(y=y, patient=np.array(["nan", "p"] * 20)))
     found = read_table(tmp_path / "t.npz")
     assert [one.slide for one in found.excluded] == ["row 0", "row 1"] and found.classes == ("a", "b", "n")
-    assert set(found.patient.tolist()) == {"", "p"}
+    assert set(found.rows.patient) == {"", "p"}
     (tmp_path / "t.csv").write_text("label;patient;f\na;null;1\nb;p;2\nNaN;q;3\n")
     found = read_table(tmp_path / "t.csv")
-    assert found.patient.tolist() == ["", "p"] and len(found.excluded) == 1
+    assert found.rows.patient.tolist() == ["", "p"] and len(found.excluded) == 1
 
 
 @pytest.mark.parametrize(
@@ -269,4 +277,4 @@ def test_a_csv_with_text_cells_is_refused_with_advice_that_works(tmp_path, text,
     (tmp_path / "t.csv").write_text(text)
     refused(lambda: read_table(tmp_path / "t.csv"), *words)
     (tmp_path / "t.csv").write_text(mended)
-    assert len(read_table(tmp_path / "t.csv").y) == 2
+    assert len(read_table(tmp_path / "t.csv").rows) == 2

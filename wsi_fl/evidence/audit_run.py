@@ -154,10 +154,9 @@ def _audit_site(context: RunContext, index: int, *, merged: bool, level: float) 
     rows = []
     for model in _load_audited_models(context, index):
         upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
-        row: dict[str, object] = {"model": model.name, "dp": model.dp}
-        row["membership"] = _attack_membership(model, members, others, pipeline.evaluate.bootstrap)
-        row["canaries"] = _score_canaries(model, planted, upper, account["delta"], level) if planted else None
-        rows.append(row)
+        membership = _attack_membership(model, members, others, pipeline.evaluate.bootstrap)
+        canaries = _score_canaries(model, planted, upper, account["delta"], level) if planted else None
+        rows.append({"model": model.name, "dp": model.dp, "membership": membership, "canaries": canaries})
     released_statistics = context.method.payload.is_single_release and (
         not context.uses_files or name in context.statistics
     )
@@ -192,10 +191,10 @@ def _load_audited_models(context: RunContext, index: int) -> list[_AuditedModel]
 
 def _attack_membership(
     model: _AuditedModel, members: Cohort, others: Mapping[str, Cohort], repeats: int
-) -> dict[str, dict[str, object]]:
+) -> dict[str, Json]:
     """Attack membership by a threshold on the loss (Yeom et al., 2018), against each set of non-members."""
     scores = -example_losses(model.network, members, select_device())
-    results: dict[str, dict[str, object]] = {}
+    results: dict[str, Json] = {}
     for name, examples in others.items():
         non_member_scores = -example_losses(model.network, examples, select_device())
         interval = attacks.auroc_interval(scores, non_member_scores, members.patient, examples.patient, repeats=repeats)
@@ -293,7 +292,6 @@ def _measure_exposure(context: RunContext, name: str) -> dict[str, object]:
 
 
 def _load_head(context: RunContext, name: str) -> SharedHead:
-    """Load a site's final head."""
     state = context.run.site_folder(name).load_model("shared")
     head = build_model(context, context.names.index(name), "shared", state=state)
     assert isinstance(head, SharedHead)

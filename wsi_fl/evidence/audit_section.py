@@ -25,24 +25,16 @@ _TAIL_HEADINGS = ("μ at most", "TPR at 1 %", "noise redrawn", "guarantee", "TPR
 _INFLUENCE_HEADINGS = ("site", "largest norm", "norm with noise", "change of the head", "changed predictions")
 
 
-class AuditSection:
-    """The section "Audit" of a run's page."""
-
-    def build_section(self, context: SectionContext) -> PageSection | None:
-        """Return the section; None for a run without audit."""
-        audit = context.run_context.run.read_audit()
-        if audit is None:
-            return None
-        values = build_audit_section(audit, context.colors) | {"document": audit}
-        return PageSection("audit", "Audit", "privacy", context.fill_template("audit", Path(__file__).parent, values))
+def build_section(context: SectionContext) -> PageSection | None:
+    """Return the section "Audit" of a run's page; None for a run without audit."""
+    audit = context.run_context.run.read_audit()
+    if audit is None:
+        return None
+    values = _build_values(audit, context.colors) | {"document": audit}
+    return PageSection("audit", "Audit", "privacy", context.fill_template("audit", Path(__file__).parent, values))
 
 
-AUDIT = AuditSection()
-"""The entry of `wsi_fl.report_sections`."""
-
-
-def build_audit_section(audit: Json, colors: Mapping[str, str]) -> dict[str, object]:
-    """Return the values of the section."""
+def _build_values(audit: Json, colors: Mapping[str, str]) -> dict[str, object]:
     rows = list_model_rows(audit)
     planted = [row for row in rows if row["canaries"]]
     return {
@@ -89,13 +81,11 @@ def list_audit_findings(audit: Json) -> Iterator[Finding]:
     for row in list_model_rows(audit):
         subject, planted = f"{row['title']} of {row['site']}", row["canaries"]
         if row["own"]["alarm"]:
-            tone = "bad" if row["model"] != "private" else "unclear"
-            auroc = format_number(row["own"]["auroc"])
+            tone, auroc = "unclear" if row["model"] == "private" else "bad", format_number(row["own"]["auroc"])
             yield Finding(tone, f"{subject}: its losses reveal members of the training data (AUROC {auroc}).")
         if planted and planted["broken"]:
             lower, upper = (format_number(planted[key], 2) for key in ("epsilon_lower_corrected", "epsilon_upper"))
-            text = f"{subject}: ε is at least {lower}, though the {row['guarantee']} one is {upper}."
-            yield Finding("bad", text)
+            yield Finding("bad", f"{subject}: ε is at least {lower}, though the {row['guarantee']} one is {upper}.")
     for influence in audit.get("influence") or ():
         if influence["refused"]:
             yield Finding("bad", f"the class statistics of {influence['site']} are refused: {influence['refused']}.")

@@ -208,25 +208,21 @@ def _group_of_patients(study: Study, site: SiteFile, table: PredictionTable, by:
     return pd.Series(column, table.qualify_names("patient")).groupby(level=0).first()
 
 
-class ClinicalSection:
-    """The section "For the clinic" of a run's page."""
+def build_section(context: SectionContext) -> PageSection | None:
+    """Return the section "For the clinic" of a run's page, with the options of the last `clinical`.
 
-    def build_section(self, context: SectionContext) -> PageSection | None:
-        """Return the section with the options of the last `clinical`; None without predictions of classes here."""
-        run_context = context.run_context
-        if run_context.task.kind != "classes":
-            return None
-        last = run_context.run.read_clinical() or {}
-        document = describe_runs([run_context], **{k: last[k] for k in ("prevalence", "by", "least") if k in last})
-        if document is None:
-            return None
-        values = build_clinical_section(document, context.colors)
-        html = context.fill_template("clinical", Path(__file__).parent, values | {"document": document})
-        return PageSection("clinic", "For the clinic", "comparison", html, _answer_checklist(document, values))
-
-
-CLINICAL = ClinicalSection()
-"""The entry of `wsi_fl.report_sections`."""
+    None without predictions of classes here.
+    """
+    run_context = context.run_context
+    if run_context.task.kind != "classes":
+        return None
+    last = run_context.run.read_clinical() or {}
+    document = describe_runs([run_context], **{k: last[k] for k in ("prevalence", "by", "least") if k in last})
+    if document is None:
+        return None
+    values = build_clinical_section(document, context.colors)
+    html = context.fill_template("clinical", Path(__file__).parent, values | {"document": document})
+    return PageSection("clinic", "For the clinic", "comparison", html, _answer_checklist(document, values))
 
 
 def _answer_checklist(document: Json, values: Mapping[str, Any]) -> dict[int, str]:
@@ -260,15 +256,11 @@ def render_clinical_lines(document: Json) -> Lines:
     for site in document["sites"]:
         for name, class_measures in site["classes"].items():
             for group, group_row in (class_measures["subgroups"] or {}).items():
-                label = f"  {site['site']}, {name}, {document['by']} {group or 'unknown'}"
-                yield TextLine(f"{label}: {_format_group(group_row, document['least'])}")
+                text = f"fewer than {document['least']} patients, not reported"
+                if group_row is not None:
+                    values = (f"{k} {v['value']:.2f}" for k, v in group_row.items() if isinstance(v, dict))
+                    text = ", ".join([f"{group_row['n']} patients", *values])
+                yield TextLine(f"  {site['site']}, {name}, {document['by']} {group or 'unknown'}: {text}")
     yield from (TextLine(f"  {sentence}") for sentence in list_clinical_findings(document))
     if document["folds"] is None:
         yield TextLine(f"next: wsi-fl report {document['run']}")
-
-
-def _format_group(row: Json | None, least: int) -> str:
-    if row is None:
-        return f"fewer than {least} patients, not reported"
-    values = [f"{name} {entry['value']:.2f}" for name, entry in row.items() if isinstance(entry, dict)]
-    return ", ".join([f"{row['n']} patients", *values])
