@@ -72,13 +72,12 @@ def test_rows_hold_mean_and_sd_over_sites_and_seeds(series):
     assert means == sorted(means, reverse=True)
     for row in document["rows"]:
         assert (row["seeds"], row["n_sites"], len(row["runs"])) == ([0, 1, 2], 3, 3)
-        sites = [site for name in row["runs"] for site in evaluation(study, name)["sites"]]
+        sites = pd.DataFrame([site for name in row["runs"] for site in evaluation(study, name)["sites"]])
         for metric in ("accuracy", "macro_accuracy", "auroc"):
-            values = [site[metric] for site in sites]
-            assert row[metric] == pytest.approx({"mean": np.mean(values), "sd": np.std(values), "n": 9})
-        assert row["own_accuracy"]["mean"] == pytest.approx(np.mean([s["own"]["accuracy"] for s in sites]))
-        mine = [s["accuracy"] for s in sites if s["site"] == "S1"]
-        assert row["sites"]["S1"] == pytest.approx(np.mean(mine))
+            mean, sd = sites[metric].mean(), sites[metric].std(ddof=0)
+            assert row[metric] == pytest.approx({"mean": mean, "sd": sd, "n": 9})
+        assert row["own_accuracy"]["mean"] == pytest.approx(np.mean([own["accuracy"] for own in sites["own"]]))
+        assert row["sites"]["S1"] == pytest.approx(sites["accuracy"][sites["site"] == "S1"].mean())
 
 
 def test_rows_hold_privacy_and_communication(series):
@@ -147,10 +146,6 @@ def test_the_first_run_is_the_reference_and_may_be_the_baseline(series):
     assert find_row(turned, "regular")["seeds"] == [0, 1, 2], "completed for the seeds of the others"
 
 
-def drawn_in_colour(image):
-    return len(image.convert("RGB").getcolors(2**20)) > 50
-
-
 def test_page_figure_and_table_are_written(series):
     study, document = series
     page = (study.root / document["page"]).read_text()
@@ -166,10 +161,9 @@ def test_page_figure_and_table_are_written(series):
     assert page.index("Benefit of federation for each hospital") < page.index(document["findings"][0]["text"][:40])
     assert "script" not in {tag for tag, _ in seen.tags}
     assert "http://www" not in page.replace("http://www.w3.org", "")
-    with Image.open(study.root / document["benefit"]["figure"]) as image:
-        assert drawn_in_colour(image)
-    with Image.open(study.root / document["figure"]) as image:
-        assert image.size[0] > 1500 and drawn_in_colour(image)
+    for path, width in ((document["benefit"]["figure"], 1000), (document["figure"], 1500)):
+        with Image.open(study.root / path) as image:
+            assert image.size[0] > width and len(image.convert("RGB").getcolors(2**20)) > 50, "drawn in colour"
     rows = csv_rows(study.root / document["table"])
     assert [row["label"] for row in rows] == [row["label"] for row in document["rows"]]
     assert float(rows[0]["accuracy_mean"]) == document["rows"][0]["accuracy"]["mean"]
@@ -436,8 +430,8 @@ def test_cautions_name_the_flaws_of_a_comparison():
     assert "chose their regularisation" in always
 
 
-def test_a_single_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=3)
+def test_a_single_shared_model_is_one_line_of_scores_without_a_spread(series, study_copy):
+    study = study_copy
     shared = run(study, "fedavg", "privacy.enabled=false", "train.local_baseline=false")
     document = evaluate(study, shared)
     assert document["shared"] and document["merged"]["accuracy"]["sd"] == 0
@@ -447,11 +441,12 @@ def test_a_single_shared_model_is_one_line_of_scores_without_a_spread(tmp_path):
     page = write_report(study, shared).read_text()
     assert "their shared model reaches" in " ".join(page.split())
     assert "± 0.00" not in page.split("Against the other runs")[0]
-    assert not evaluate(study, run(study, "regular", "privacy.enabled=false"))["shared"]
+    assert not evaluation(study, find_row(series[1], "regular")["runs"][0])["shared"]
 
 
 def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_its_text(series):
-    found, rng = copy.deepcopy(series[1]["benefit"]), np.random.default_rng(0)
+    document, rng = copy.deepcopy(series[1]), np.random.default_rng(0)
+    found = document["benefit"] | {"pooled": "Joint without DP"}
     for site in found["sites"]:
         site["site"] = f"<b>hospital {site['site']}</b>"
     for row in (*found["sites"], found["all"]):
@@ -467,13 +462,9 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_its_text
         curves = [[(r, mean - 0.3 / r + rng.normal(0, 0.01)) for r in range(1, 7)] for _ in range(4)]
         values = {seed: (mean + rng.normal(0, 0.02, 4)).tolist() for seed in range(3)}
         drawn.append(ChartRow(row, not row["dp"], row["accuracy"], values, curves))
-    document = {
-        "runs": ["runs/00001-x"], "on": "merged", "rows": rows, "baseline": ALONE["label"],
-        "paired": [make_paired_test(row, row["accuracy"]["mean"] - 0.7, 0.01) for row in rows[1:]],
-        "reference": rows[1]["label"], "findings": [], "notes": ["<i>a note</i>"],
-        "benefit": found | {"pooled": "Joint without DP"},
-        "scores": ["accuracy", "macro_accuracy", "auroc"], "examples": "patients",
-    }  # fmt: skip
+    paired = [make_paired_test(row, row["accuracy"]["mean"] - 0.7, 0.01) for row in rows[1:]]
+    document |= {"rows": rows, "baseline": ALONE["label"], "reference": rows[1]["label"], "paired": paired}
+    document |= {"findings": [], "notes": ["<i>a note</i>"], "benefit": found, "examples": "patients"}
     page = comparison_page.render_comparison_page(document, drawn, created="today", sites=["A", "B", "<u>C</u>"])
     seen, first = Document(page), found["sites"][0]
     assert "−0.010 no differential privacy" in seen.text
@@ -484,10 +475,9 @@ def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_its_text
     assert not re.search(r"\b(None|nan|Undefined)\b", seen.text)
     fixed = re.findall(r"(?:stroke|fill): #\w+", page.split("</style>")[1])
     assert not fixed, "colours are the page's variables"
-    chart = benefit_figure.plot_benefit(document["benefit"])
+    chart = benefit_figure.plot_benefit(found)
     assert "all sites" in chart.svg and "pooled" in chart.alt
-    with Image.open(io.BytesIO(benefit_figure.render_benefit_png(document["benefit"]))) as image:
-        assert image.size[0] > 1000
+    assert benefit_figure.render_benefit_png(found)
     with Image.open(io.BytesIO(render_comparison_png(drawn, "Accuracy"))) as image:
         colors = {color for _, color in image.convert("RGB").getcolors(2**20)}
     for name in ("ink", "s0", "paper"):

@@ -30,17 +30,18 @@ def build_section(context: SectionContext) -> PageSection | None:
     audit = context.run_context.run.read_audit()
     if audit is None:
         return None
-    values = _build_values(audit, context.colors) | {"document": audit}
-    return PageSection("audit", "Audit", "privacy", context.fill_template("audit", Path(__file__).parent, values))
-
-
-def _build_values(audit: Json, colors: Mapping[str, str]) -> dict[str, object]:
     rows = list_model_rows(audit)
-    planted = [row for row in rows if row["canaries"]]
-    return {
+    planted, roc_charts = [row for row in rows if row["canaries"]], []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        curves = {row["site"]: row["own"]["roc"] for row in rows if row["model"] == name and row["own"]["roc"]}
+        if curves:
+            chart = _roc_chart(curves, context.colors, f"Membership, {name}")
+            roc_charts.append((_MODEL_TITLES.get(name, name), chart))
+    values = {
+        "document": audit,
         "rows": rows,
         "merged": any(row.get("merged") for row in rows),
-        "rocs": _roc_charts(rows, colors),
+        "rocs": roc_charts,
         "bounds": _bounds_chart(planted) if planted else None,
         "tests": f"{audit['tested']} {audit['adjacency']}" if audit["tests"] else "",
         "planted": max((row["canaries"]["n"] for row in planted), default=0),
@@ -48,6 +49,7 @@ def _build_values(audit: Json, colors: Mapping[str, str]) -> dict[str, object]:
         "letters": build_statistics_tables(audit),
         "tails": [_tail_chart(site) for site in _sites_with_tails(audit)],
     }
+    return PageSection("audit", "Audit", "privacy", context.fill_template("audit", Path(__file__).parent, values))
 
 
 def list_model_rows(audit: Json) -> list[Json]:
@@ -135,16 +137,6 @@ def _format_cells(tail: Json, group: Json, other: Json) -> list[str]:
 
 def _sites_with_tails(audit: Json) -> list[Json]:
     return [site for site in audit["sites"] if site.get("tail")]
-
-
-def _roc_charts(rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
-    """Return a chart per kind of model, with a curve per site."""
-    charts = []
-    for name in dict.fromkeys(row["model"] for row in rows):
-        curves = {row["site"]: row["own"]["roc"] for row in rows if row["model"] == name and row["own"]["roc"]}
-        if curves:
-            charts.append((_MODEL_TITLES.get(name, name), _roc_chart(curves, colors, f"Membership, {name}")))
-    return charts
 
 
 def _roc_chart(curves: Mapping[str, Sequence[Sequence[float]]], colors: Mapping[str, str], title: str) -> Chart:

@@ -36,7 +36,7 @@ from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextT
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError
 
-DELTA = 1e-5
+_DELTA = 1e-5
 _MAX_TEST_PATIENTS = 500
 """Largest number of test patients of each class."""
 _TUNING_SEED = -1
@@ -194,9 +194,9 @@ class _Benchmark:
         """Return the hospitals' models after federated training."""
         n_units = min(len(np.unique(part.patient)) if self.unit == "patient" else len(part) for part in parts)
         if METHODS[training.method].payload.is_single_release:
-            batch_size, sigma = n_units, find_sigma(training.epsilon, 1.0, 1, DELTA)
+            batch_size, sigma = n_units, find_sigma(training.epsilon, 1.0, 1, _DELTA)
         else:
-            plan = propose_plan(n_units, training.rounds, training.epsilon, DELTA)
+            plan = propose_plan(n_units, training.rounds, training.epsilon, _DELTA)
             batch_size, sigma = plan.batch_size, plan.mechanism.sigma
         n_classes, n_features = len(self.table.classes), _read_features(parts[0]).shape[1]
         results = federate(
@@ -207,7 +207,7 @@ class _Benchmark:
             batch_size=batch_size,
             lr=training.lr,
             sigma=sigma,
-            delta=DELTA,
+            delta=_DELTA,
             unit=self.unit,
             projection=self.projection,
             seed=seed,
@@ -297,7 +297,13 @@ def run_benchmark(
         progress.print_message(describe_skipped_slides(table.excluded))
     if 0 < (unnamed := int((table.rows.patient == "").sum())) < len(table.rows):
         progress.print_message(f"{unnamed} rows name no patient; each counts by itself")
-    _require_methods(methods)
+    for method in methods:
+        if method not in METHODS:
+            raise UsageError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+        if method in _BASELINES:
+            raise UsageError(f"{method} is always measured as a baseline; leave it out of --method")
+        if METHODS[method].bare_disclosures or METHODS[method].learns_from != "own":
+            raise UsageError(f"{method} needs more than features; train it in a study")
     if unit not in get_args(Unit):
         raise UsageError(f"--unit {unit!r}: use {' or '.join(get_args(Unit))}")
     if unit == "patient" and unnamed:
@@ -307,7 +313,7 @@ def run_benchmark(
     benchmark = _Benchmark(table, cast(Unit, unit), _read_projection(projection))
     results = _measure_all(benchmark, methods, epsilons, cells, seeds, out=out, jobs=jobs, progress=progress)
     gains = [[_measure_gain(results, m, epsilon, cell) for m in methods for epsilon in epsilons] for cell in cells]
-    document = {"table": str(path), "rows": str(out), "unit": unit, "delta": DELTA, "seeds": seeds}
+    document = {"table": str(path), "rows": str(out), "unit": unit, "delta": _DELTA, "seeds": seeds}
     document["excluded"] = [asdict(slide) for slide in table.excluded]
     page = {
         "document": document,
@@ -317,16 +323,6 @@ def run_benchmark(
     }
     write_text(out.with_suffix(".html"), fill_template("bench", page, Path(__file__).parent))
     return document | {"page": str(out.with_suffix(".html")), "cells": [gain for row in gains for gain in row]}
-
-
-def _require_methods(methods: Sequence[str]) -> None:
-    for method in methods:
-        if method not in METHODS:
-            raise UsageError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
-        if method in _BASELINES:
-            raise UsageError(f"{method} is always measured as a baseline; leave it out of --method")
-        if METHODS[method].bare_disclosures or METHODS[method].learns_from != "own":
-            raise UsageError(f"{method} needs more than features; train it in a study")
 
 
 def _read_projection(path: Path | None) -> Projection | int:

@@ -66,7 +66,7 @@ def describe_clinically(
         contexts = [stack.enter_context(RunContext.restore(restore_study(study, run), run)) for run in runs]
         if contexts[0].task.kind != "classes":
             raise UsageError(f"{name}: predicts no classes; see its scores in `wsi-fl report`")
-        document = describe_runs(contexts, prevalence=prevalence, by=by, least=least)
+        document = _describe_runs(contexts, prevalence=prevalence, by=by, least=least)
     if document is None:
         raise WsiFlError(f"{name} has no predictions of a test set; run `wsi-fl evaluate {name}`")
     if len(runs) == 1:
@@ -86,14 +86,10 @@ def _find_folds(study: Study, names: Sequence[str]) -> list[RunFolder]:
     return [run.folder for run in runs]
 
 
-def describe_runs(
+def _describe_runs(
     contexts: Sequence[RunContext], *, prevalence: float | None = None, by: str | None = None, least: int = MIN_SUBGROUP
 ) -> Json | None:
-    """Return the document of `describe_clinically` without writing it; None without predictions of classes here.
-
-    Args:
-        contexts: a run, or the folds of one.
-    """
+    """Return the document of a run, or of the folds of one; None without predictions of classes here."""
     first = contexts[0]
     rows = []
     for site in first.members:
@@ -181,7 +177,7 @@ def _describe_site(name: str, runs: Sequence[_SitePatients], prevalence: float |
 
 
 def _group_by_patient(table: PredictionTable) -> tuple[pd.DataFrame, bool]:
-    """Return predictions by patient; an example without a known patient is one of its own."""
+    """Aggregate predictions by patient; an example without a known patient is one of its own."""
     rows = np.char.add("row ", np.arange(len(table)).astype(str))
     patient_names = np.where(table.patient == "", rows, table.qualify_names("patient"))
     return measures.aggregate_patients(table.model_predictions, table.truth, patient_names)
@@ -217,7 +213,7 @@ def build_section(context: SectionContext) -> PageSection | None:
     if run_context.task.kind != "classes":
         return None
     last = run_context.run.read_clinical() or {}
-    document = describe_runs([run_context], **{k: last[k] for k in ("prevalence", "by", "least") if k in last})
+    document = _describe_runs([run_context], **{k: last[k] for k in ("prevalence", "by", "least") if k in last})
     if document is None:
         return None
     values = build_clinical_section(document, context.colors)

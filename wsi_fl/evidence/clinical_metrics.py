@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from wsi_fl.data.metrics import aggregate_slides, share_interval
 
 _Floats = NDArray[np.float64]
-Names = NDArray[np.str_]
+_Names = NDArray[np.str_]
 _Flags = NDArray[np.bool_]
 
 MIN_SUBGROUP = 10
 """Minimum number of patients, cases and others of a reported subgroup."""
-Z = 1.959963984540054
+_Z = 1.959963984540054
 """Standard deviations of a normal distribution within which 95 % of it lie, on either side."""
 _TOLERANCE = 1e-12
 
@@ -37,7 +37,7 @@ class _Interval:
     n: int
 
 
-def aggregate_patients(probabilities: _Floats, truth: NDArray[np.int64], patient: Names) -> tuple[pd.DataFrame, bool]:
+def aggregate_patients(probabilities: _Floats, truth: NDArray[np.int64], patient: _Names) -> tuple[pd.DataFrame, bool]:
     """Aggregate probabilities float64[n, k] and truth int64[n] of examples by patient.
 
     Where examples of a patient are of different classes, as patches with and without tumour are, a patient of a
@@ -90,7 +90,7 @@ def _predictive_value(same_kind: _Interval, other_kind: _Interval, odds: float) 
         return None
     a, b = ((p.value * p.n + 0.5) / (p.n + 1) if p.value in (0, 1) else p.value for p in (same_kind, other_kind))
     spread = sqrt((1 - a) / (a * same_kind.n) + b / ((1 - b) * other_kind.n))
-    low, high = (1 / (1 + exp(-(log(a / (1 - b) * odds) + sign * Z * spread))) for sign in (-1, 1))
+    low, high = (1 / (1 + exp(-(log(a / (1 - b) * odds) + sign * _Z * spread))) for sign in (-1, 1))
     value = same_kind.value * odds / (same_kind.value * odds + (1 - other_kind.value))
     return _Interval(value, min(low, value), max(high, value), same_kind.n + other_kind.n)
 
@@ -133,7 +133,7 @@ def _auroc_interval(score: _Floats, case: _Flags) -> _Interval | None:
     if area in (0, 1):
         return _Interval(area, *share_interval(area, pairs), len(case))
     spread = sqrt(covariance[0, 0]) / (area * (1 - area))
-    low, high = (expit(logit(area) + sign * Z * spread) for sign in (-1, 1))
+    low, high = (expit(logit(area) + sign * _Z * spread) for sign in (-1, 1))
     return _Interval(area, float(low), float(high), len(case))
 
 
@@ -162,7 +162,7 @@ def auroc_difference(scores: _Floats, baseline: _Floats, case: _Flags) -> _AreaD
         return _difference_of_pairs(value, scores, baseline, case)
     sd = sqrt(variance)
     p = max(float(2 * norm.sf(abs(value) / sd)), np.finfo(float).tiny)  # no test gives 0
-    low, high = max(-1.0, value - Z * sd), min(1.0, value + Z * sd)
+    low, high = max(-1.0, value - _Z * sd), min(1.0, value + _Z * sd)
     return _AreaDifference(value, low, high, len(case), p)
 
 
@@ -270,7 +270,7 @@ def describe_class(
 
 
 def describe_subgroups(
-    groups: Names, positive: _Flags, case: _Flags, score: _Floats, min_patients: int = MIN_SUBGROUP
+    groups: _Names, positive: _Flags, case: _Flags, score: _Floats, min_patients: int = MIN_SUBGROUP
 ) -> dict[str, dict[str, object] | None]:
     """Return sensitivity, specificity and AUROC by group, in order; None for a group of fewer than `min_patients`
     patients.

@@ -11,7 +11,17 @@ from wsi_fl.report.formatting import Json, format_number
 
 def build_clinical_section(document: Json, colors: Mapping[str, str]) -> dict[str, object]:
     """Return the values of the section."""
-    groups = _list_subgroups(document)
+    groups = [
+        {
+            "site": site["site"],
+            "class": name,
+            "group": group or "unknown",
+            "told": values and {k: _format_interval(v) if isinstance(v, Mapping) else v for k, v in values.items()},
+        }
+        for site in document["sites"]
+        for name, measures in site["classes"].items()
+        for group, values in (measures["subgroups"] or {}).items()
+    ]
     return {
         "cells": build_clinical_cells(document),
         "groups": [group for group in groups if group["told"]],
@@ -56,21 +66,6 @@ def _format_interval(value: Json | None) -> str:
     if not value:
         return formatting.DASH
     return f"{format_number(value['value'], 2)} ({format_number(value['low'], 2)}–{format_number(value['high'], 2)})"
-
-
-def _list_subgroups(document: Json) -> list[Json]:
-    """Return the subgroups of the patients of each site, and their measures as text (`told`)."""
-    return [
-        {
-            "site": site["site"],
-            "class": name,
-            "group": group or "unknown",
-            "told": values and {k: _format_interval(v) if isinstance(v, Mapping) else v for k, v in values.items()},
-        }
-        for site in document["sites"]
-        for name, measures in site["classes"].items()
-        for group, values in (measures["subgroups"] or {}).items()
-    ]
 
 
 def list_clinical_findings(document: Json) -> list[str]:

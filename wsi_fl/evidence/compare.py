@@ -208,9 +208,7 @@ class _MethodRow:
             **{metric: self.summarize_metric(metric) for metric in (*scores, f"own_{scores[0]}")},
             "sites": {site: None if np.isnan(mean) else mean for site, mean in site_means.items()},
             "communication": self._mean_communication(),
-            "seconds_per_round": mean_of_available(
-                [summary["seconds"] / _count_rounds(summary) for summary in summaries]
-            ),
+            "seconds_per_round": mean_of_available(one["seconds"] / _count_rounds(one) for one in summaries),
         }
 
     def _mean_communication(self) -> dict[str, float | None]:
@@ -257,13 +255,12 @@ def _group_runs(
     for run, evaluation in sorted(zip(runs, evaluations, strict=True), key=lambda pair: pair[0].repetition.sort_key):
         settings = {key: run.settings[key] for key in keys if key in run.settings}
         groups.setdefault((run.method, run.dp, settings_words(settings)), []).append((run, evaluation))
-    rows = []
+    rows, test_sets = [], ("merged", "own") if first.pipeline.train.folds else ()
     for (method, dp, _), members in groups.items():
         row_runs = [run for run, _ in members]
         settings = {key: row_runs[0].settings[key] for key in keys if key in row_runs[0].settings}
         values = pd.DataFrame([line for member in members for line in _list_values(*member, on)])
-        has_folds = first.pipeline.train.folds
-        patient_scores = {name: _score_by_patient(row_runs, name) for name in ("merged", "own") if has_folds}
+        patient_scores = {name: _score_by_patient(row_runs, name) for name in test_sets}
         rows.append(_MethodRow(method, dp, settings, row_runs, values, patient_scores))
     if not any(row.is_local_baseline(first) for row in rows):
         local_settings = effective_settings(LOCAL_METHOD, baseline_pipeline(first.pipeline))
