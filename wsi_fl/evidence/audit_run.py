@@ -241,11 +241,11 @@ def render_audit_lines(document: AuditDocument) -> Lines:
     """Yield a table with a row per model, then alarming results."""
     rows = []
     for row in list_model_rows(document):
-        own, planted = row["own"], row["canaries"] or {}
-        interval = DASH.join(f"{end:.3f}" for end in own["interval"] or ()) or DASH
-        rates = (format_number(own["tpr_at_fpr"][f"{rate:g}"]) for rate in _FALSE_POSITIVE_RATES)
+        local_test, planted = row["own"], row["canaries"] or {}
+        interval = DASH.join(f"{end:.3f}" for end in local_test["interval"] or ()) or DASH
+        rates = (format_number(local_test["tpr_at_fpr"][f"{rate:g}"]) for rate in _FALSE_POSITIVE_RATES)
         bounds = (format_number(planted.get(f"epsilon_{end}"), 2) for end in ("lower", "upper"))
-        rows.append([f"{row['site']}, {row['model']}", format_number(own["auroc"]), interval, *rates, *bounds])
+        rows.append([f"{row['site']}, {row['model']}", format_number(local_test["auroc"]), interval, *rates, *bounds])
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
     yield TextTable(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
     statistics_tables = build_statistics_tables(document)

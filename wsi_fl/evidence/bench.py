@@ -359,8 +359,8 @@ def _measure_all(
 
     def measure_samples(samples: Sequence[_Sample], n_earlier: int) -> None:
         progress.update("samples", n_earlier, n)
-        measured = Parallel(jobs, return_as="generator")(delayed(benchmark.measure_sample)(one) for one in samples)
-        for n_done, sample_rows in enumerate(measured, n_earlier + 1):
+        tasks = (delayed(benchmark.measure_sample)(sample) for sample in samples)
+        for n_done, sample_rows in enumerate(Parallel(jobs, return_as="generator")(tasks), n_earlier + 1):
             rows.extend(sample_rows)
             write_text(out, pd.DataFrame(rows, columns=_RESULT_COLUMNS).to_csv(index=False, float_format="%g"))
             progress.update("samples", n_done, n)

@@ -192,6 +192,7 @@ class _MethodRow:
         epsilons = [site["epsilon"] for site in sites]
         private = self.dp and weakest != "none" and bool(epsilons) and None not in epsilons
         members = [run.repetition for run in self.runs]
+        durations = [summary["seconds"] / _count_rounds(summary) for summary in summaries]
         site_means = self.values.groupby("site", sort=False)[scores[0]].mean()
         return {
             "label": self.label,
@@ -208,7 +209,7 @@ class _MethodRow:
             **{metric: self.summarize_metric(metric) for metric in (*scores, f"own_{scores[0]}")},
             "sites": {site: None if np.isnan(mean) else mean for site, mean in site_means.items()},
             "communication": self._mean_communication(),
-            "seconds_per_round": mean_of_available(one["seconds"] / _count_rounds(one) for one in summaries),
+            "seconds_per_round": mean_of_available(durations),
         }
 
     def _mean_communication(self) -> dict[str, float | None]:
