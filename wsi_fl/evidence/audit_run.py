@@ -131,8 +131,7 @@ def _list_models(method: Method) -> list[tuple[str, str]]:
 
 
 class _AuditedModel(NamedTuple):
-    """A trained model of a site: "private"; "proxy", "shared" or "released", as released in the last round; or
-    "central" of all sites. `dp` is whether it was trained with differential privacy."""
+    """A site's "private" model, its "proxy", "shared" or "released" one of the last round, or the "central" one."""
 
     name: str
     dp: bool

@@ -117,11 +117,7 @@ def _read_scores(runs: Iterable[FinishedRun], names: Iterable[str], test_set: st
 
 
 def _weight_classes(example_scores: ExampleScores) -> pd.DataFrame:
-    """Return value and weight by example.
-
-    Where one class is much rarer than others, examples are weighted so that all classes count equally, and the weighted
-    mean is balanced accuracy.
-    """
+    """Return value and weight by example; where one class is rare, all classes count equally (balanced accuracy)."""
     frame = pd.DataFrame(example_scores.values(), ["\n".join(key) for key in example_scores], ["value", "label"])
     counts = frame["label"].value_counts()
     weights = len(frame) / len(counts) / counts if _is_skewed(counts) else counts * 0 + 1.0

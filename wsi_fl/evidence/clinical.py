@@ -115,8 +115,6 @@ class _SitePatients(NamedTuple):
     Attributes:
         rows: by patient: truth, predicted, perhaps group, and the probabilities of the classes, by the site's model
             (0, 1, …) and perhaps by its local model ("0_local", …).
-        table: their examples.
-        any_counts: whether any example of a patient counts.
         point: threshold of the score for a case, chosen on the site's training slides, else one half; None for more
             than two classes.
     """

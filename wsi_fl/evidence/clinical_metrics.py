@@ -96,11 +96,7 @@ def _predictive_value(same_kind: _Interval, other_kind: _Interval, odds: float) 
 
 
 def _delong_covariance(scores: _Floats, case: _Flags) -> tuple[_Floats, _Floats]:
-    """Return AUROCs float64[m] of m models on the same patients, and their covariance float64[m, m].
-
-    Args:
-        scores: float64[m, n].
-        case: bool[n], with at least two of both.
+    """Return AUROCs float64[m] of m models' scores float64[m, n] of the same patients, and their covariance.
 
     Reference: DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
         curves", Biometrics 44, 1988; by ranks as Sun and Xu, IEEE Signal Processing Letters 21, 2014.

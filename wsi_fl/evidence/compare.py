@@ -213,10 +213,8 @@ class _MethodRow:
         }
 
     def _mean_communication(self) -> dict[str, float | None]:
-        """Return per round the mean messages and bytes of a site, the bytes of the busiest, and the seconds of the
-        slowest.
-
-        The busiest site is known only where the metrics of all sites are here.
+        """Return per round the mean messages and bytes of a site, the bytes of the busiest if the metrics of all sites
+        are here, and the seconds of the slowest.
         """
         rows = []
         for run in self.runs:

@@ -79,11 +79,7 @@ _TableColumns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
 def _require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any]) -> None:
-    """Refuse features that are no finite numbers, and labels and patients of another length.
-
-    Raises:
-        UsageError: with the array and the first wrong row.
-    """
+    """Refuse features that are no finite numbers, and labels and patients of another length."""
     if x.ndim != 2 or x.shape[:1] != y.shape or patient.shape != y.shape:
         raise UsageError(
             f"{path}: x is {list(x.shape)}, y {list(y.shape)}, patient {list(patient.shape)}; wanted are [n, d], [n] "
