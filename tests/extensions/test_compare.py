@@ -31,7 +31,7 @@ from wsi_fl.stages.runtime.console import TextTable
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
 
-QUICK = ["train.rounds=1", "train.lr=0.002", "evaluate.bootstrap=0"]
+QUICK = ["train.rounds=1", "train.lr=0.002", "evaluate.bootstrap=0", "model.private=mlp"]
 KINDS = ("local", "federated", "pooled")
 
 

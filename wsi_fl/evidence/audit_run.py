@@ -6,6 +6,7 @@ Results are rates and bounds; no example, no single loss and no inclusion of a c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypedDict
 
 import numpy as np
@@ -219,10 +220,8 @@ def _score_canaries(
     The guaranteed ε, `upper`, is broken when the bound exceeds it at the confidence `level`.
     """
     scores = -example_losses(model.network, planted.examples, select_device())
-    bound, among_all = (
-        attacks.canary_bound(scores, planted.included, delta, confidence=confidence)
-        for confidence in (_CONFIDENCE, level)
-    )
+    bound_at = partial(attacks.canary_bound, scores, planted.included, delta)
+    bound, among_all = bound_at(confidence=_CONFIDENCE), bound_at(confidence=level)
     return {
         "n": bound.n,
         "accuracy": bound.accuracy,
@@ -274,9 +273,8 @@ def _measure_exposure(context: RunContext, name: str) -> dict[str, object]:
     if context.uses_files:
         sigma = statistics_of(context)[name].header.sigma
     mechanism = NoisyStatistics(sigma, 1.0, units.n, units.kind)
-    parts = _unit_statistics(
-        _load_head(context, name), mechanism, train, units, units.draw_rows(np.arange(units.n), stream)
-    )
+    rows = units.draw_rows(np.arange(units.n), stream)
+    parts = _unit_statistics(_load_head(context, name), mechanism, train, units, rows)
     empty = torch.zeros(parts.shape[1], dtype=torch.float64)
     groups = _group_units(context.open_data(name).classes, train, units)
     tail = attacks.measure_exposure(parts, sigma, groups, lambda: mechanism.add_noise(empty, stream).numpy())

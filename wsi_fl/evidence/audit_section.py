@@ -174,9 +174,6 @@ def _bounds_chart(rows: Sequence[Json]) -> Chart:
         axes.set_xlim(left=-0.05 * max(1.0, axes.get_xlim()[1]))
         axes.set_xlabel("ε")
         axes.grid(axis="y", visible=False)
-        bounds_text = "; ".join(
-            f"{label} at least {format_number(row['canaries']['epsilon_lower'], 2)}, at most "
-            f"{format_number(row['canaries']['epsilon_upper'], 2)}"
-            for label, row in zip(labels, rows, strict=True)
-        )
-        return Chart(render_svg(figure, "Bounds on epsilon"), f"Bounds on ε: {bounds_text}.")
+        ends = [[format_number(row["canaries"][f"epsilon_{end}"], 2) for end in ("lower", "upper")] for row in rows]
+        texts = (f"{label} at least {low}, at most {high}" for label, (low, high) in zip(labels, ends, strict=True))
+        return Chart(render_svg(figure, "Bounds on epsilon"), f"Bounds on ε: {'; '.join(texts)}.")

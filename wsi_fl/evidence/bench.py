@@ -352,8 +352,7 @@ def _measure_all(
     middle = sorted(epsilons)[len(epsilons) // 2]
     tuning = [
         _Sample(cell, _TUNING_SEED, tuple(_Training(method, middle, *values) for values in _HYPERPARAMETERS))
-        for cell in cells
-        for method in in_rounds
+        for cell, method in itertools.product(cells, in_rounds)
     ]
     n = len(tuning) + seeds * len(cells)
 
@@ -367,14 +366,10 @@ def _measure_all(
 
     measure_samples(tuning, 0)
     best = _select_hyperparameters(pd.DataFrame(rows, columns=_RESULT_COLUMNS))
-    baselines = tuple(map(_Training, _BASELINES))
-    samples = [
-        _Sample(
-            cell, seed, baselines + tuple(_Training(m, e, *best.get((m, *cell), ())) for m in methods for e in epsilons)
-        )
-        for seed in range(seeds)
-        for cell in cells
-    ]
+    samples = []
+    for seed, cell in itertools.product(range(seeds), cells):
+        private = (_Training(m, epsilon, *best.get((m, *cell), ())) for m in methods for epsilon in epsilons)
+        samples.append(_Sample(cell, seed, (*map(_Training, _BASELINES), *private)))
     measure_samples(samples, len(tuning))
     return pd.DataFrame(rows, columns=_RESULT_COLUMNS)
 

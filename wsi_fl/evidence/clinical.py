@@ -78,9 +78,8 @@ def _find_folds(study: Study, names: Sequence[str]) -> list[RunFolder]:
     """Return one run, or the folds of one."""
     first, *others = runs = resolve_runs(study, names)
     folds = {run.repetition.fold for run in runs}
-    same_settings = all(
-        (run.method, run.seed, run.settings) == (first.method, first.seed, first.settings) for run in others
-    )
+    expected = first.method, first.seed, first.settings
+    same_settings = all((run.method, run.seed, run.settings) == expected for run in others)
     if others and not (same_settings and None not in folds and len(folds) == len(runs)):
         raise UsageError("clinical takes one run, or the folds of one: each patient counts once")
     return [run.folder for run in runs]
@@ -224,11 +223,7 @@ def _answer_checklist(document: Json, values: Mapping[str, Any]) -> dict[int, st
     site, by = document["sites"][0], document["by"]
     cases = ", ".join(f"{name} {measures['cases']} of {measures['n']}" for name, measures in site["classes"].items())
     patients = "merged test" if site["on"] == "merged" else f"{site['site']}'s test"
-    chosen = (
-        "the likeliest class"
-        if site["point"] is None
-        else ("a threshold chosen on each hospital's training slides, or 0.5")
-    )
+    chosen = "a threshold chosen on each hospital's training slides, or 0.5" if site["point"] else "the likeliest class"
     answers = {
         10: f"cases among {patients} patients: {cases}; pmvalsampsize computes the sample size of a test set",
         15: f"probabilities; {chosen}",

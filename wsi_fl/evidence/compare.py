@@ -14,15 +14,8 @@ import numpy as np
 import pandas as pd
 
 from wsi_fl.data.metrics import mean_and_sd, mean_of_available
-from wsi_fl.evidence import benefit_figure, comparison_findings, comparison_page
+from wsi_fl.evidence import benefit_figure, compare_runs, comparison_findings, comparison_page
 from wsi_fl.evidence.benefit import BALANCED, Gain, compare_by_site, measure_benefit
-from wsi_fl.evidence.compare_runs import (
-    add_baseline,
-    baseline_pipeline,
-    find_differing_settings,
-    is_baseline,
-    resolve_runs,
-)
 from wsi_fl.evidence.comparison_findings import settings_words
 from wsi_fl.evidence.comparison_page import COMMUNICATION, ChartRow
 from wsi_fl.evidence.verdict import PairedTest, compare_pairs, holm_adjust
@@ -62,9 +55,9 @@ def compare_methods(
         WsiFlError: when a run is not finished, or was trained on other patches than the first.
     """
     watcher = watcher or SilentProgress()
-    selected = resolve_runs(study, runs)
+    selected = compare_runs.resolve_runs(study, runs)
     first = selected[0]
-    all_runs, notes = add_baseline(study, selected, train_missing=baseline, watcher=watcher)
+    all_runs, notes = compare_runs.add_baseline(study, selected, train_missing=baseline, watcher=watcher)
     evaluations = [_load_evaluation(study, run, watcher) for run in all_runs]
     has_merged = all(evaluation["merged"] is not None for evaluation in evaluations)
     test_set = "left_out" if first.repetition.left_out is not None else "merged" if has_merged else "own"
@@ -176,7 +169,7 @@ class _MethodRow:
 
     def is_local_baseline(self, first: FinishedRun) -> bool:
         """Return whether the row is the local baseline with the settings of the first run."""
-        return not self.runs or is_baseline(self.runs[0], first)
+        return not self.runs or compare_runs.is_baseline(self.runs[0], first)
 
     def summarize_metric(self, metric: str) -> dict[str, float | None]:
         """Return mean and standard deviation over all sites of all runs, and the number of values."""
@@ -249,7 +242,7 @@ def _group_runs(
     runs: Sequence[FinishedRun], evaluations: Sequence[Mapping[str, Any]], on: str, first: FinishedRun
 ) -> list[_MethodRow]:
     """Return runs grouped into rows, with an empty row for a missing baseline."""
-    keys = find_differing_settings(runs)
+    keys = compare_runs.find_differing_settings(runs)
     groups: dict[tuple[str, bool, str], list[tuple[FinishedRun, Mapping[str, Any]]]] = {}
     for run, evaluation in sorted(zip(runs, evaluations, strict=True), key=lambda pair: pair[0].repetition.sort_key):
         settings = {key: run.settings[key] for key in keys if key in run.settings}
@@ -262,7 +255,7 @@ def _group_runs(
         patient_scores = {name: _score_by_patient(row_runs, name) for name in test_sets}
         rows.append(_MethodRow(method, dp, settings, row_runs, values, patient_scores))
     if not any(row.is_local_baseline(first) for row in rows):
-        local_settings = effective_settings(LOCAL_METHOD, baseline_pipeline(first.pipeline))
+        local_settings = effective_settings(LOCAL_METHOD, compare_runs.baseline_pipeline(first.pipeline))
         settings = {key: local_settings[key] for key in keys if key in local_settings}
         empty = _MethodRow(LOCAL_METHOD, False, settings, (), rows[0].values[:0], {})
         for row in rows:
@@ -397,9 +390,8 @@ def render_comparison_lines(document: Json) -> Lines:
         numbers = (formatting.format_spread(row[metric], 2) for metric in document["scores"])
         parts = len(row["folds"]) or len(row["left_out"])
         repeats = f"{len(row['seeds'])}" + (f" × {parts}" if parts else "")
-        rows.append(
-            [row["label"], repeats, *numbers, epsilon_text, formatting.format_size(row["communication"]["bytes"])]
-        )
+        sent = formatting.format_size(row["communication"]["bytes"])
+        rows.append([row["label"], repeats, *numbers, epsilon_text, sent])
     repeats_text = f"mean ± sd over {comparison_findings.repetition_words(document['rows'])}"
     title = f"models {comparison_findings.TEST_SET_WORDS[document['on']]}, {repeats_text}"
     yield TextTable(title, ["method", "seeds", *names, "ε", "sent"], rows)
@@ -408,9 +400,7 @@ def render_comparison_lines(document: Json) -> Lines:
         method_note = f" ({document['benefit']['federated']})" if several else ""
         for name, row in benefit_figure.list_benefit_rows(document["benefit"]):
             gain, verdict = benefit_figure.gain_words(row), benefit_figure.verdict_words(row, name)
-            yield TextLine(
-                f"  {name}: {gain} by federation{method_note}; {verdict}" if verdict else f"  {name}: {gain}"
-            )
+            yield TextLine(f"  {name}: {gain}" + (f" by federation{method_note}; {verdict}" if verdict else ""))
     yield from (TextLine(finding["text"]) for finding in document["findings"])
     yield from (TextLine(note, "dim") for note in document["notes"])
     yield TextLine(document["page"])

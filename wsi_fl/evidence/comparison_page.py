@@ -16,14 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from wsi_fl.evidence import benefit_figure
-from wsi_fl.evidence.comparison_findings import (
-    TEST_SET_WORDS,
-    count_pairs,
-    format_p_value,
-    repetition_words,
-    settings_words,
-)
+from wsi_fl.evidence import benefit_figure, comparison_findings
 from wsi_fl.report import figures, formatting
 from wsi_fl.report.figures import Chart
 from wsi_fl.report.formatting import Json, format_number, is_number
@@ -57,8 +50,8 @@ def render_comparison_page(document: Json, series: Sequence[ChartRow], *, create
     context = {
         "document": document,
         "title": f"{len(document['rows'])} method{'s'[: len(document['rows']) > 1]} on the same {document['examples']}",
-        "where": TEST_SET_WORDS[document["on"]],
-        "over": repetition_words(document["rows"]),
+        "where": comparison_findings.TEST_SET_WORDS[document["on"]],
+        "over": comparison_findings.repetition_words(document["rows"]),
         "measure": gains["measure"] if gains else first.lower(),
         "own": local_score,
         "legend": [(_color_name(k, series), row.label) for k, row in enumerate(series)],
@@ -67,8 +60,8 @@ def render_comparison_page(document: Json, series: Sequence[ChartRow], *, create
         "worth": benefit_figure.plot_benefit(gains) if gains else None,
         "gains": benefit_figure.list_benefit_rows(gains) if gains else [],
         "said": benefit_figure,
-        "settings_words": settings_words,
-        "p_value": format_p_value,
+        "settings_words": comparison_findings.settings_words,
+        "p_value": comparison_findings.format_p_value,
         "metrics": metrics,
         "tested": metrics | ({local_score: "Own part"} if document["on"] == "merged" else {}),
         "differences": _group_tests(document["paired"]),
@@ -91,7 +84,7 @@ def _group_tests(tests: Sequence[Json]) -> list[dict[str, object]]:
             "a": a,
             "b": b,
             "tests": {test["metric"]: test for test in group},
-            "n": ", ".join(dict.fromkeys(map(count_pairs, group))),
+            "n": ", ".join(dict.fromkeys(map(comparison_findings.count_pairs, group))),
         }
         for (a, b), group in groups.items()
     ]
@@ -139,7 +132,7 @@ class ChartRow:
     @cached_property
     def label_lines(self) -> list[str]:
         """The method, followed by the settings without their sections."""
-        words = settings_words(self.row["settings"])
+        words = comparison_findings.settings_words(self.row["settings"])
         short = re.sub(r"\b\w+\.(\w+=)", r"\1", words)
         wrapped = textwrap.wrap(short, _LABEL_WIDTH, break_long_words=False, break_on_hyphens=False)
         return [figures.shorten_label(line, _LABEL_WIDTH) for line in (self.label.removesuffix(f", {words}"), *wrapped)]
