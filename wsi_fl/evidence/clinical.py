@@ -130,13 +130,13 @@ def _load_patients(context: RunContext, site: SiteFile, by: str | None) -> _Site
     if table is None or not len(table):
         return None
     (rows, any_counts), choice = _group_by_patient(table), folder.read_document("prediction_model") or {}
-    if len(table.outputs) == 2:
+    if len(table.outputs) != 2:
+        point = None  # the most probable class is predicted
+        rows["predicted"] = rows.drop(columns="truth").to_numpy().argmax(1)
+    else:
         threshold = choice.get("slide_threshold") if choice.get("model") == table.model else None
         point = float(threshold) if threshold and any_counts else 0.5  # an earlier version rounded to 0
         rows["predicted"] = (rows[1] >= point).astype(np.int64)
-    else:
-        point = None  # the most probable class is predicted
-        rows["predicted"] = rows.drop(columns="truth").to_numpy().argmax(1)
     if by:
         rows["group"] = _group_of_patients(context.study, site, table, by).reindex(rows.index, fill_value="")
     local_table = read_predictions(folder, model=LOCAL) if table.model != LOCAL else None

@@ -206,9 +206,11 @@ def _fit_calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | Non
         "slope": GLM(case.astype(float), np.stack([ones, lp], axis=1), family=family).fit(tol=1e-12),
         "intercept": GLM(case.astype(float), ones, family=family, offset=lp).fit(tol=1e-12),
     }
-    return {
-        name: _Interval(*map(float, (fit.params[-1], *fit.conf_int()[-1])), len(case)) for name, fit in fits.items()
-    }
+    intervals = {}
+    for name, fit in fits.items():
+        low, high = (float(end) for end in fit.conf_int()[-1])
+        intervals[name] = _Interval(float(fit.params[-1]), low, high, len(case))
+    return intervals
 
 
 def net_benefit(

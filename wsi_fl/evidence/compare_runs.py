@@ -123,8 +123,8 @@ def add_baseline(
     if not missing:
         return runs, []
     subject = f"The baseline of {_format_members(missing)}"
-    problems = (_explain_untrainable(study, reference) for reference in missing) if train_missing else ["not asked for"]
-    if problem := next(filter(None, problems), ""):
+    problem = "" if train_missing else "not asked for"
+    if problem := problem or next(filter(None, (_explain_untrainable(study, reference) for reference in missing)), ""):
         more = f", and likewise for {_format_members(missing[1:])}" if missing[1:] else ""
         command = _training_command(*_training_recipe(study, missing[0]))
         return runs, [
