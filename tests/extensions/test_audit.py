@@ -85,9 +85,8 @@ def test_the_interval_redraws_whole_patients():
         drawn.append(compute_auroc(members[np.concatenate(some)], others[np.concatenate(more)]))
     assert found == pytest.approx(np.quantile(drawn, [0.025, 0.975]).tolist())
     assert auroc_interval(members, others, mine, np.full(24, "one"), repeats=200) is None
-    parted = auroc_interval(
-        np.arange(8.0) + 9, np.arange(6.0), np.array([*"aabbccdd"]), np.array([*"efgefg"]), repeats=50
-    )
+    names = np.array([*"aabbccdd"]), np.array([*"efgefg"])
+    parted = auroc_interval(np.arange(8.0) + 9, np.arange(6.0), *names, repeats=50)
     assert parted == pytest.approx([*binomtest(3, 3).proportion_ci(method="exact")])
     nameless = auroc_interval(members, others, np.full(30, ""), np.full(24, ""), repeats=200)
     assert nameless is not None and nameless[0] < nameless[1]
@@ -207,13 +206,13 @@ def models(document, name):
 
 @pytest.fixture(scope="module")
 def noisy_run(tmp_path_factory):
-    """Two sites in strict mode with noise, 400 canaries each."""
+    """Two sites in strict mode with noise, 400 canaries each: the study, its summary and its audit."""
     study = make_study(tmp_path_factory.mktemp("audit") / "study", n_sites=2)
     summary = trained(study, "proxyfl", *PLAN, "privacy.sigma=8.0")
     return study, summary, audit_run(study, summary["run"])
 
 
-def test_with_noise_the_bound_stays_below_epsilon(noisy_run):
+def test_with_noise_the_bound_stays_below_epsilon_and_without_it_canaries_are_revealed(noisy_run):
     study, summary, document = noisy_run
     for row, site in zip(summary["sites"], document["sites"], strict=True):
         said = [row[key] for key in ("guarantee", "canaries", "n_train", "n_units")]
@@ -224,6 +223,7 @@ def test_with_noise_the_bound_stays_below_epsilon(noisy_run):
         assert found["epsilon_upper"] == site["epsilon"] == row["epsilon"]
         assert found["epsilon_lower"] < row["epsilon"] and found["broken"] is False
         assert private["canaries"]["epsilon_upper"] is private["canaries"]["broken"] is None
+        assert private["canaries"]["epsilon_lower"] > 1 and private["canaries"]["accuracy"] > 0.6
         lines = read_lines(study.ledger_path(row["site"]))
         rates = {line["mechanism"]["sample_rate"] for line in lines if line.get("mechanism")}
         assert rates == {1 / -(-436 // 64)}  # of rows and canaries, whatever the coins
@@ -252,11 +252,6 @@ def test_a_bound_is_called_broken_at_the_level_of_all_models_of_the_run(noisy_ru
     assert "ε is at least 99.00, though" in page
     monkeypatch.undo()
     audit_run(study, summary["run"])  # for the tests that follow
-
-
-def test_private_models_without_noise_reveal_their_canaries(noisy_run):
-    for model in models(noisy_run[2], "private"):
-        assert model["canaries"]["epsilon_lower"] > 1 and model["canaries"]["accuracy"] > 0.6
 
 
 def test_the_audited_proxy_is_the_last_one_released(noisy_run):
@@ -362,18 +357,6 @@ def test_every_kind_of_model_is_attacked(pair, method, names):
             assert model["membership"]["merged"]["non_members"] == 24
 
 
-OTHER = ("the private model of S0 differs from this run's", "put its backup back")
-
-
-def replace_release(run):
-    """Replace the tensors of the last release."""
-    folder = RunFolder(run).site_folder("S0")
-    number = folder.list_checkpoints()[-1]
-    tensors, document = folder.load_checkpoint(number)
-    others = {key: value for key, value in tensors.items() if not key.startswith("proxy/model/")}
-    save_tensors(folder.checkpoint_path(number), others | {"proxy/model/x": torch.ones(3)}, document)
-
-
 def test_a_run_that_cannot_be_audited_is_refused_in_one_line(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     run = trained(study, "regular", "train.rounds=1")["run"]
@@ -388,58 +371,44 @@ def test_a_run_that_cannot_be_audited_is_refused_in_one_line(tmp_path):
     refused(lambda: audit_run(study, run), "has not finished", error=WsiFlError)
 
 
+def write(place, content):
+    """Return a function that replaces the bytes of a site's file."""
+    return lambda site: (site / place).write_bytes(content)
+
+
+def replace_release(site):
+    """Replace the tensors of the last release."""
+    folder = RunFolder(site.parents[1]).site_folder(site.name)
+    number = folder.list_checkpoints()[-1]
+    tensors, document = folder.load_checkpoint(number)
+    others = {key: value for key, value in tensors.items() if not key.startswith("proxy/model/")}
+    save_tensors(folder.checkpoint_path(number), others | {"proxy/model/x": torch.ones(3)}, document)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda run: save_tensors(run / "sites/S0/private.safetensors", {"x": torch.ones(3)}, {}), OTHER),
-        (replace_release, ("the proxy model of S0 differs from this run's",)),
+        *((write("ledger.json", text), ["damaged; put its backup back"]) for text in (b"{}", b"[]", b"null")),
+        (write("ledger.json", b'{"epsilon": 1}'), ["damaged; put its backup back"]),
+        (lambda site: (site / "ledger.json").unlink(), ["no such file; put its backup back"]),
+        (write("ledger.json", b"\xff"), ["not valid JSON"]),
+        (
+            lambda site: save_tensors(site / "private.safetensors", {"x": torch.ones(3)}, {}),
+            ["the private model of S0 differs from this run's", "put its backup back"],
+        ),
+        (replace_release, ["the proxy model of S0 differs from this run's"]),
     ],
 )
-def test_a_damaged_run_is_reported_in_one_line(noisy_run, tmp_path, damage, words):
-    study, summary, _ = noisy_run
-    copy = Study(shutil.copytree(study.root, tmp_path / "study"))
-    damage(copy.find_run(summary["run"]))
-    refused(lambda: audit_run(copy, summary["run"]), *words, error=WsiFlError)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A study, and a run of it whose private models are of another kind than its proxies."""
-    study = make_study(tmp_path_factory.mktemp("finished") / "study", n_sites=2)
-    return study, trained(study, "proxyfl", "train.rounds=1")["run"]
-
-
-@pytest.mark.parametrize(
-    ("place", "content", "words"),
-    [
-        *(("ledger.json", text, "damaged; put its backup back") for text in ("{}", "[]", "null", '{"epsilon": 1}')),
-        ("ledger.json", None, "no such file; put its backup back"),
-        ("ledger.json", "\xff", "not valid JSON"),
-        ("private.safetensors", "proxy", "the private model of S0 differs from this run's"),
-    ],
-)
-def test_files_of_a_run_are_checked_before_they_are_audited(finished, place, content, words):
-    study, run = finished
-    path = study.root / run / "sites" / "S0" / place
-    kept = path.read_bytes()
-    try:
-        if content == "proxy":
-            path.write_bytes(path.with_name("proxy.safetensors").read_bytes())
-        elif content is None:
-            path.unlink()
-        else:
-            path.write_bytes(content.encode("latin1"))
-        refused(lambda: audit_run(study, run), words, error=WsiFlError)
-    finally:
-        path.write_bytes(kept)
+def test_files_of_a_run_are_checked_before_they_are_audited(noisy_run, tmp_path, damage, words):
+    study, run = Study(shutil.copytree(noisy_run[0].root, tmp_path / "study")), noisy_run[1]["run"]
+    damage(study.find_run(run) / "sites" / "S0")
+    refused(lambda: audit_run(study, run), *words, error=WsiFlError)
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "null", '{"run": 1, "sites": [], "digest": "x"}'])
-def test_an_edited_audit_is_not_reported(finished, content):
-    study, run = finished
+def test_an_edited_audit_is_not_reported(noisy_run, content):
+    study, run = noisy_run[0], noisy_run[1]["run"]
     path = study.root / run / "audit" / "audit.json"
-    if not path.exists():
-        audit_run(study, run)
     kept = path.read_bytes()
     path.write_text(content)
     refused(lambda: write_report(study, run), "audit.json: damaged; run `wsi-fl audit ", error=WsiFlError)
@@ -456,16 +425,14 @@ def test_an_edited_audit_is_not_reported(finished, content):
     ],
 )
 def test_canaries_are_advised_exactly_where_a_run_allows_them(pair, method, overrides, accepted):
-    party = RunContext.create(pair, pair.load_pipeline("small", overrides), method)
-    assert stage._can_plant_canaries(party) is accepted
-    try:
-        check_run(
-            RunContext.create(pair, pair.load_pipeline("small", [*overrides, "audit.canaries=400"]), method), "local"
-        )
-    except WsiFlError as error:
-        assert not accepted and "audit.canaries" in str(error), error
+    def party(*more):
+        return RunContext.create(pair, pair.load_pipeline("small", [*overrides, *more]), method)
+
+    assert stage._can_plant_canaries(party()) is accepted
+    if accepted:
+        check_run(party("audit.canaries=400"), "local")
     else:
-        assert accepted
+        refused(lambda: check_run(party("audit.canaries=400"), "local"), "audit.canaries", error=WsiFlError)
 
 
 def test_a_hospital_audits_its_local_part_of_a_run(pair):

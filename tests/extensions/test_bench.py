@@ -6,6 +6,7 @@ import sys
 import tomllib
 import zipfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import h5py
@@ -16,6 +17,7 @@ from test_plugins import installed
 from training_runs import csv_rows
 
 from wsi_fl import plugins
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.evidence import bench as module
 from wsi_fl.evidence.bench import SamplingCell, parse_cells, run_benchmark, sample_sites
 from wsi_fl.evidence.feature_table import FeatureTable, read_table
@@ -24,18 +26,16 @@ from wsi_fl.types import GridSpec, PatchTable
 
 
 def table(n=240, d=8):
-    rng = np.random.default_rng(0)
-    y = np.arange(n) % 2
-    x = rng.normal(size=(n, d)).astype(np.float32)
+    """Return features, labels and patients, whose four rows are of one class."""
+    y = np.arange(n) * 2 // n
+    x = np.random.default_rng(0).normal(size=(n, d)).astype(np.float32)
     x[:, 0] += 2.0 * y
-    return (x, np.sort(y), np.array([f"p{k // 4}" for k in range(n)]))  # four rows of a patient are of one class
+    return x, y, np.array([f"p{k // 4}" for k in range(n)])
 
 
 @pytest.fixture
 def npz(tmp_path):
-    x, y, patient = table()
-    x[:, 0] = np.random.default_rng(1).normal(size=len(y)) + 2.0 * y
-    np.savez(tmp_path / "features.npz", x=x, y=y, patient=patient)
+    np.savez(tmp_path / "features.npz", **arrays(240))
     return tmp_path / "features.npz"
 
 
@@ -46,8 +46,7 @@ def test_every_hospital_has_a_row_and_no_result_is_overwritten(npz, tmp_path, mo
     document = run_benchmark(npz, **asked)
     rows = csv_rows(out)
     named = {(row["method"], row["skew"], row["seed"], row["site"]) for row in rows}
-    for method in ("regular", "joint", "oneshot", "fedavg"):
-        assert {(method, "1", seed, site) for seed in "01" for site in ("S1", "S2")} <= named
+    assert {*product(("regular", "joint", "oneshot", "fedavg"), "1", "01", ("S1", "S2"))} <= named
     assert all(float(row["spent"]) <= 1.0 for row in rows if row["method"] == "oneshot")
     assert {row["guarantee"] for row in rows if row["method"] in ("oneshot", "fedavg")} == {"guaranteed"}
     means = {}
@@ -68,11 +67,13 @@ def test_hospitals_with_a_single_class_gain_and_pooled_training_is_best(npz, tmp
 @pytest.mark.parametrize("skew", ["alike", "missing-class", "0.75"])
 def test_hospitals_and_the_test_set_share_no_patient(skew):
     x, y, patient = table()
-    sites, test = sample_sites(FeatureTable(x, y, patient, ("a", "b")), SamplingCell(3, 8, skew), seed=0)
+    sites, test = sample_sites(
+        FeatureTable(Cohort.from_arrays(x, y, patient), ("a", "b")), SamplingCell(3, 8, skew), seed=0
+    )
     parts = [set(part.patient) for part in (*sites, test)]
     assert sum(map(len, parts)) == len(set().union(*parts))
     assert [len(one) for one in parts[:3]] == [8, 8, 8]
-    shares = [np.mean(site.y == 0) for site in sites]
+    shares = [np.mean(site.label == 0) for site in sites]
     assert shares == {"alike": [0.5] * 3, "missing-class": [0.5, 0.5, 0.0], "0.75": [0.75, 0.25, 0.75]}[skew]
 
 
@@ -81,10 +82,16 @@ def test_tables_of_all_file_formats_give_the_same_result(tmp_path, npz):
     lines = ["label,patient," + ",".join(f"f{k}" for k in range(x.shape[1]))]
     lines += [",".join([str(b), c, *map(repr, map(float, a))]) for a, b, c in zip(x, y, patient, strict=True)]
     (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
-    found = read_table(tmp_path / "t.csv")
-    assert np.array_equal(found.x, x) and np.array_equal(found.y, y) and list(found.patient) == list(patient)
+    assert_rows(read_table(tmp_path / "t.csv"), x, y, patient)
     slides = read_table(*write_trident_folder(tmp_path / "trident", [f"s{k},{'ab'[k % 2]}" for k in range(6)]))
-    assert np.allclose(slides.x, x[:6] + 1) and slides.classes == ("a", "b") and list(slides.y) == [0, 1] * 3
+    assert_rows(slides, x[:6] + 1, [0, 1] * 3, [""] * 6)
+    assert slides.classes == ("a", "b")
+
+
+def assert_rows(found, x, y, patient):
+    """Compare a table with the features, labels and patients of its file."""
+    np.testing.assert_allclose(found.rows.read(np.arange(len(x))), x, rtol=1e-6)
+    assert list(found.rows.label) == list(y) and list(found.rows.patient) == list(patient)
 
 
 def write_trident_folder(folder, labels, n=6):
@@ -108,21 +115,20 @@ def test_slides_without_a_row_are_excluded_by_name(tmp_path, monkeypatch, capsys
     reasons = {one["slide"]: one["reason"] for one in document["excluded"]}
     words = {"s1": "s1.h5: features are not finite", "s40": "has no label (labels.csv line 42)"}
     words |= {"z.svs": "has a label (labels.csv line 43) and no features", "s41": "has no label in labels.csv"}
-    assert reasons == words and len(read_table(folder, labels).y) == 39
+    assert reasons == words and len(read_table(folder, labels).rows) == 39
     said = " ".join(capsys.readouterr().err.split())
     assert "slides excluded: 4 (s1: s1.h5: features are not finite; s40: has no label" in said
-    for line, *what in (("s2,a", "line 44", "slide s2 has a row already"), ("s41,A", "labels A, a differ")):
-        labels.write_text("slide,label\n" + "\n".join([*named, "s40,", "z.svs,a", line]))
-        refused(lambda: read_table(folder, labels), "labels.csv", *what)
-    labels.write_text("slide,label\ns1,a\n")
-    refused(lambda: read_table(folder, labels), "none of its slides", "s1.h5: features are not finite")
-    labels.write_text("slide,label\ns2,a\ns3,b\n")
-    with h5py.File(folder / "features_uni" / "s2.h5", "a") as file:
-        del file["features"]
-        file["features"] = np.zeros((2, 3), np.float32)
-    refused(lambda: read_table(folder, labels), "not equally wide")
-    (tmp_path / "t.csv").write_text("label,f\nCarcinoma,1\ncarcinoma,2\nhealthy,3\n")
-    refused(lambda: read_table(tmp_path / "t.csv"), "t.csv: labels Carcinoma, carcinoma differ in case only")
+    with h5py.File(folder / "features_uni" / "narrow.h5", "w") as file:
+        file["features"], file["coords"] = np.zeros((2, 3), np.float32), np.zeros((2, 2), np.int64)
+    kept = [*named, "s40,", "z.svs,a"]
+    for lines, *words in (
+        ([*kept, "s2,a"], "labels.csv line 44", "slide s2 has a row already"),
+        ([*kept, "s41,A"], "labels.csv: labels A, a differ in case only"),
+        (["s1,a"], "none of its slides", "s1.h5: features are not finite"),
+        (["s2,a", "narrow,b"], "not equally wide"),
+    ):
+        labels.write_text("slide,label\n" + "\n".join(lines))
+        refused(lambda words=words: read_table(folder, labels), *words)
 
 
 def test_a_store_gives_a_row_per_labelled_patch_and_otherwise_per_slide(tmp_path):
@@ -137,10 +143,9 @@ def test_a_store_gives_a_row_per_labelled_patch_and_otherwise_per_slide(tmp_path
         write_bags(tmp_path / "s.h5", meta, slides, bags, patches=own)
         found = read_table(tmp_path / "s.h5")
         if own:
-            assert np.array_equal(found.x, x) and np.array_equal(found.y, y)
-            assert list(found.patient) == list(patient)
+            assert_rows(found, x, y, patient)
         else:
-            assert np.allclose(found.x, [x[:8].mean(0), x[8:].mean(0)]) and list(found.y) == [0, 1]
+            assert_rows(found, [x[:8].mean(0), x[8:].mean(0)], [0, 1], slides.patient)
 
 
 @pytest.mark.parametrize(
@@ -193,23 +198,19 @@ def test_the_example_method_of_the_documentation_is_a_row_of_the_same_table(npz,
     assert len([line for line in python.splitlines() if line.strip()]) <= 60
 
 
-def arrays(**changes):
-    x, y, patient = table(40)
-    return {"x": x, "y": y, "patient": patient} | changes
-
-
-def no_numbers(shape=(40,)):
-    return np.full(shape, "a")
+def arrays(n=40, **changes):
+    return dict(zip(("x", "y", "patient"), table(n), strict=True)) | changes
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"x": no_numbers((40, 8))}, "x is <U1[40, 8], not features that are numbers"),
+        ({"x": np.full((40, 8), "a")}, "x is <U1[40, 8], not features that are numbers"),
         ({"x": np.zeros((40, 8), complex)}, "x is complex128"),
-        ({"patient": no_numbers((40, 2))}, "patient [40, 2]; wanted are [n, d], [n] and [n]"),
+        ({"patient": np.full((40, 2), "a")}, "patient [40, 2]; wanted are [n, d], [n] and [n]"),
         ({"y": np.zeros((40, 1), int)}, "y [40, 1]"),
         ({"y": np.array(1)}, "y []"),
+        ({"y": np.array(["tumor", "Tumor"] * 20)}, "t.npz: labels Tumor, tumor differ in case only"),
         ({"y": np.arange(40) % 2 / 2}, "a label is 0.5; labels are classes"),
         ({"y": np.array(["0,25", "1"] * 20)}, "a label is 0,25; labels are classes"),
         ({"y": np.array([np.inf, 1.0] * 20)}, "a label is inf; labels are classes"),
@@ -226,23 +227,19 @@ def test_arrays_that_are_no_table_are_refused_in_one_line(tmp_path, changes, wor
     refused(lambda: read_table(tmp_path / "t.npz"), "t.npz", words)
 
 
-def write_zip(path, **members):
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-
-
 def test_a_pickled_or_foreign_file_is_refused_and_its_code_never_runs(tmp_path):
     pickled = pickle.dumps([1, 2])
-    write_zip(tmp_path / "raw.npz", x=pickled, y=pickled)
+    with zipfile.ZipFile(tmp_path / "raw.npz", "w") as archive:
+        archive.writestr("x", pickled)
+        archive.writestr("y", pickled)
     (tmp_path / "pickle.npz").write_bytes(pickled)
-    np.save(tmp_path / "one.npy", np.zeros(3))
-    (tmp_path / "one.npy").rename(tmp_path / "one.npz")
+    with (tmp_path / "one.npz").open("wb") as file:
+        np.save(file, np.zeros(3))
     np.savez(tmp_path / "cut.npz", **arrays())
     (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-900])
     np.savez(tmp_path / "only.npz", y=np.arange(4))
-    for name in ("raw", "pickle", "one", "cut", "only"):
-        refused(lambda name=name: read_table(tmp_path / f"{name}.npz"), "not a file of NumPy with x and y")
+    for path in tmp_path.glob("*.npz"):
+        refused(lambda path=path: read_table(path), "not a file of NumPy with x and y")
 
 
 def test_rows_without_a_label_are_excluded_and_no_class_is_called_nan(tmp_path):
@@ -251,10 +248,10 @@ def test_rows_without_a_label_are_excluded_and_no_class_is_called_nan(tmp_path):
     np.savez(tmp_path / "t.npz", **arrays(y=y, patient=np.array(["nan", "p"] * 20)))
     found = read_table(tmp_path / "t.npz")
     assert [one.slide for one in found.excluded] == ["row 0", "row 1"] and found.classes == ("a", "b", "n")
-    assert set(found.patient.tolist()) == {"", "p"}
+    assert set(found.rows.patient) == {"", "p"}
     (tmp_path / "t.csv").write_text("label;patient;f\na;null;1\nb;p;2\nNaN;q;3\n")
     found = read_table(tmp_path / "t.csv")
-    assert found.patient.tolist() == ["", "p"] and len(found.excluded) == 1
+    assert found.rows.patient.tolist() == ["", "p"] and len(found.excluded) == 1
 
 
 @pytest.mark.parametrize(
@@ -269,4 +266,4 @@ def test_a_csv_with_text_cells_is_refused_with_advice_that_works(tmp_path, text,
     (tmp_path / "t.csv").write_text(text)
     refused(lambda: read_table(tmp_path / "t.csv"), *words)
     (tmp_path / "t.csv").write_text(mended)
-    assert len(read_table(tmp_path / "t.csv").y) == 2
+    assert len(read_table(tmp_path / "t.csv").rows) == 2

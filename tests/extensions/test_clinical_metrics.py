@@ -50,15 +50,16 @@ def test_predictive_values_at_the_prevalence_at_hand_are_those_counted(tumours):
     score, case = tumours
     found = clinical_metrics._operating_values(score >= 0.4, case)
     both = found["sensitivity"], found["specificity"]
-    ppv, npv = clinical_metrics._predictive_values(*both, case.mean())
+    odds = case.mean() / (1 - case.mean())
+    ppv, npv = (clinical_metrics._predictive_value(*one) for one in ((*both, odds), (*both[::-1], 1 / odds)))
     assert (ppv.value, npv.value) == pytest.approx((found["ppv"].value, found["npv"].value))
     assert ppv.low < ppv.value < ppv.high and npv.low < npv.value < npv.high
     rng = np.random.default_rng(0)
     se, sp = (rng.binomial(one.n, one.value, 4000) / one.n for one in both)
     drawn = se * 0.1 / (se * 0.1 + (1 - sp) * 0.9)
-    ppv, _ = clinical_metrics._predictive_values(*both, 0.1)
+    ppv = clinical_metrics._predictive_value(*both, 0.1 / 0.9)
     assert (ppv.low, ppv.high) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
-    perfect, _ = clinical_metrics._predictive_values(*[_Interval(1.0, 0.9, 1.0, 40)] * 2, 0.1)
+    perfect = clinical_metrics._predictive_value(*[_Interval(1.0, 0.9, 1.0, 40)] * 2, 0.1 / 0.9)
     assert perfect.value == perfect.high == 1.0 and perfect.low < 0.95
 
 
@@ -107,17 +108,6 @@ def test_calibration_is_that_of_logistic_regression(tumours):
     )
 
 
-def test_net_benefit_is_that_of_dcurves(tumours):
-    score, case = tumours
-    thresholds = [0.05, 0.1, 0.25, 0.5, 0.8]
-    found = clinical_metrics.net_benefit(score, case, thresholds)
-    data = pd.DataFrame({"case": case.astype(int), "model": score})
-    table = dcurves.dca(data=data, outcome="case", modelnames=["model"], thresholds=thresholds)
-    for name, known in (("model", "model"), ("everybody", "all")):
-        expected = table[table["model"] == known].sort_values("threshold")["net_benefit"].to_numpy()
-        assert found[name] == pytest.approx(expected, abs=1e-9)
-
-
 def test_a_perfect_ranking_of_few_patients_has_a_wide_interval():
     found = clinical_metrics._auroc_interval(np.linspace(0, 1, 18), np.arange(18) >= 10)
     assert (found.value, found.high) == (1, 1) and found.low == pytest.approx(0.025 ** (1 / 8))
@@ -128,16 +118,16 @@ def test_a_perfect_ranking_of_few_patients_has_a_wide_interval():
 def test_patients_are_counted_not_their_examples():
     said = np.array([[0.9, 0.1], [0.3, 0.7], [0.8, 0.2], [0.6, 0.4], [0.4, 0.6]])
     patient = np.array(["a", "a", "b", "b", "c"])
-    found = clinical_metrics.aggregate_patients(said, np.array([0, 0, 1, 1, 0]), patient)
-    assert found.probabilities[:, 1] == pytest.approx([0.4, 0.3, 0.6]) and found.truth.tolist() == [0, 1, 0]
-    assert [*found.name] == ["a", "b", "c"] and not found.any_counts
-    found = clinical_metrics.aggregate_patients(said, np.array([0, 1, 0, 0, 0]), patient)
-    assert found.probabilities[:, 1] == pytest.approx([0.7, 0.4, 0.6]) and found.truth.tolist() == [1, 0, 0]
-    assert found.any_counts  # any example makes a case, the most suspicious ones the score
     three = np.array([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2], [0.1, 0.8, 0.1]])
-    found = clinical_metrics.aggregate_patients(three, np.array([2, 2, 1]), np.array(["a", "a", "b"]))
-    assert found.probabilities[0] == pytest.approx([0.4, 0.25, 0.35]) and found.truth.tolist() == [2, 1]
-    assert clinical_metrics.aggregate_patients(said, np.zeros(5, int), np.arange(5).astype(str)).probabilities is said
+    for probabilities, truth, patients, scores, classes, any_counts in (
+        (said, [0, 0, 1, 1, 0], patient, [0.4, 0.3, 0.6], [0, 1, 0], False),
+        (said, [0, 1, 0, 0, 0], patient, [0.7, 0.4, 0.6], [1, 0, 0], True),  # any example makes a case
+        (three, [2, 2, 1], np.array(["a", "a", "b"]), [0.25, 0.8], [2, 1], False),
+        (said, [0] * 5, np.arange(5).astype(str), said[:, 1], [0] * 5, False),
+    ):
+        found, any_example = clinical_metrics.aggregate_patients(probabilities, np.array(truth), patients)
+        assert found[1].to_numpy() == pytest.approx(np.array(scores)) and found["truth"].tolist() == classes
+        assert found.index.tolist() == sorted(set(patients)) and any_example == any_counts
 
 
 def test_subgroups_of_few_patients_have_no_metrics(tumours):
@@ -159,6 +149,7 @@ def test_describe_class_handles_any_small_number_of_patients(cases, others, prev
     case, score = np.arange(cases + others) < cases, np.linspace(0, 1, cases + others)
     found = clinical_metrics.describe_class(score, score > 0.5, case, prevalence)
     assert (found["n"], found["cases"]) == (cases + others, cases)
+    assert (found["auprc"] is None) == (not cases or not others)  # of cases alone every model has 1
     at = found.get("at_prevalence", {})
     for one in (found["sensitivity"], found["ppv"], at.get("ppv"), at.get("npv")):
         assert one is None or 0 <= one["low"] <= one["value"] <= one["high"] <= 1
@@ -213,10 +204,15 @@ def test_net_benefit_at_a_prevalence_needs_cases_and_non_cases():
         assert found["everybody"] == pytest.approx([0.05 - 0.95 * t / (1 - t) for t in at])
         assert found["model"] == [None] * 3
         assert clinical_metrics.describe_class(score, score > 0.5, case, 0.05).get("at_prevalence") is None
-    both = np.array([True, True, False, False])
-    data = pd.DataFrame({"case": both.astype(int), "model": score})
-    table = dcurves.dca(data=data, outcome="case", modelnames=["model"], thresholds=at, prevalence=0.05)
-    found = clinical_metrics.net_benefit(score, both, at, 0.05)
+
+
+@pytest.mark.parametrize("prevalence", [None, 0.05])
+def test_net_benefit_is_that_of_dcurves(tumours, prevalence):
+    (score, case), thresholds = tumours, [0.05, 0.1, 0.25, 0.5, 0.8]
+    found = clinical_metrics.net_benefit(score, case, thresholds, prevalence)
+    data = pd.DataFrame({"case": case.astype(int), "model": score})
+    asked = {"modelnames": ["model"], "thresholds": thresholds, "prevalence": prevalence}
+    table = dcurves.dca(data=data, outcome="case", **asked)
     for name, known in (("model", "model"), ("everybody", "all")):
         expected = table[table["model"] == known].sort_values("threshold")["net_benefit"].to_numpy()
         assert found[name] == pytest.approx(expected, abs=1e-9)
@@ -261,10 +257,10 @@ def test_more_than_two_classes_are_scored_one_against_the_rest(n_classes):
     rng, names = np.random.default_rng(0), np.array([f"p{k}" for k in range(60)])
     said, truth = rng.dirichlet(np.ones(n_classes), 60), rng.integers(0, n_classes, 60)
     outputs = tuple(f"grade {k}" for k in range(n_classes))
-    part, patients = np.full(60, "C1"), clinical_metrics.aggregate_patients(said, truth, names)
-    obs = pd.DataFrame({"part": part, "slide": names, "patient": names, "label": truth})
+    patients, _ = clinical_metrics.aggregate_patients(said, truth, names)
+    obs = pd.DataFrame({"part": "C1", "slide": names, "patient": names, "label": truth})
     table = PredictionTable("C1", "proxy", obs, {"proxy": said}, outputs)
-    asked = stage._SitePatients(patients, said.argmax(1), None, None, table, None)
+    asked = stage._SitePatients(patients.assign(predicted=said.argmax(1)), table)
     found = stage._describe_site("C1", [asked], None, 10)["classes"]
     assert [*found] == [*outputs]
     for k, one in enumerate(found.values()):
@@ -272,21 +268,6 @@ def test_more_than_two_classes_are_scored_one_against_the_rest(n_classes):
         assert (one["cases"], one["sensitivity"]["value"]) == ((truth == k).sum(), recall)
         area = one["auroc"] and one["auroc"]["value"]
         assert area == (None if n_classes == 1 else pytest.approx(roc_auc_score(truth == k, said[:, k])))
-
-
-@pytest.mark.parametrize(
-    "score", [[0.1, 0.3, 0.1, 0.2, 0.1], [0.0], [0.9, 0.9, 0.8]], ids=["low", "of one patient", "high"]
-)
-def test_average_precision_needs_cases_and_non_cases(score):
-    """Of cases alone every model has an average precision of 1."""
-    score = np.array(score)
-    for case in (np.ones(len(score), bool), np.zeros(len(score), bool)):
-        assert clinical_metrics.describe_class(score, score >= 0.5, case)["auprc"] is None
-    if len(score) > 1:
-        case = np.arange(len(score)) == 1
-        assert clinical_metrics.describe_class(score, score >= 0.5, case)["auprc"] == average_precision_score(
-            case, score
-        )
 
 
 @pytest.mark.parametrize(

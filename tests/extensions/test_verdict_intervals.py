@@ -9,7 +9,7 @@ from scipy import stats
 from sksurv.metrics import concordance_index_censored
 
 from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask
-from wsi_fl.evidence.benefit_figure import verdict_words
+from wsi_fl.evidence.benefit_figure import _VERDICT_WORDS, verdict_words
 from wsi_fl.evidence.verdict import (
     Estimate,
     compare_pairs,
@@ -74,7 +74,8 @@ def test_repetitions_have_the_t_interval():
     values = np.array([0.02, 0.05, 0.03, 0.01])
     found = estimate_from_repetitions(values.mean(), values.std(ddof=1), 4)
     assert (found.low, found.high) == pytest.approx(stats.t.interval(0.95, 3, values.mean(), stats.sem(values)))
-    assert estimate_from_repetitions(0.1, None, 1) == Estimate(0.1, None, None)
+    for sd, n in ((None, 1), (0.0, 3)):  # a single one, deterministic ones
+        assert estimate_from_repetitions(0.1, sd, n) == Estimate(0.1, None, None)
 
 
 def test_contributions_of_examples_have_the_score_as_their_mean():
@@ -145,6 +146,27 @@ def test_class_counts_add_no_variance_where_classes_weigh_alike():
     assert drawn_too.patients > 1.1 * known
 
 
+def around(mean, half):
+    return Estimate(mean, mean - half, mean + half)
+
+
+@pytest.mark.parametrize(
+    ("gain", "pooled_gain", "verdict"),
+    [
+        (around(0.1, 0.05), around(0.2, 0.1), "join"),
+        (around(-0.1, 0.05), around(0.2, 0.1), "local"),
+        (around(0.02, 0.03), around(0.1, 0.1), "inconclusive"),
+        (around(0.001, 0.03), around(0.005, 0.01), "nothing to gain"),
+        (around(0.03, 0.08), around(0.002, 0.15), "inconclusive"),  # nobody knows what there is
+        (around(0.004, 0.001), around(0.1, 0.1), "inconclusive"),  # sure, and next to nothing
+        (Estimate(0.3, None, None), None, "inconclusive"),  # a single patient
+        (None, None, "inconclusive"),
+    ],
+)
+def test_a_verdict_states_only_what_the_intervals_show(gain, pooled_gain, verdict):
+    assert decide_verdict(gain, pooled_gain) == verdict and verdict in _VERDICT_WORDS
+
+
 def test_three_of_three_correct_give_a_wide_interval():
     label = np.repeat([0, 1], [40, 3])
     weights = 43 / 2 / np.array([40, 3])[label]
@@ -194,7 +216,3 @@ def test_p_values_are_never_zero_and_match_scipy():
     assert 0 < compare_pairs([1.0] * 5000, [0.0] * 5000)["p"] < 1e-300
     a, b = np.random.default_rng(0).normal(size=(2, 30))
     assert compare_pairs([*a], [*b])["p"] == stats.ttest_rel(a, b).pvalue
-
-
-def test_deterministic_repetitions_have_no_interval():
-    assert estimate_from_repetitions(0.1, 0.0, 3) == Estimate(0.1, None, None)

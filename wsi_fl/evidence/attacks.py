@@ -14,10 +14,9 @@ units. Averages hide exposed units; groups and the most exposed units are report
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,27 +125,13 @@ def canary_bound(
     m = len(scores)
     order = np.argsort(-np.nan_to_num(scores, nan=-np.inf), kind="stable")
     error = (1 - confidence) / len(_GUESS_SHARES)
-    best: CanaryBound | None = None
-    n_correct_of_all = _count_correct(order, included, m // 2)
-    for share in _GUESS_SHARES:
-        half = int(m * share) // 2
-        if not half:
-            continue
-        n_correct = _count_correct(order, included, half)
-        bound = CanaryBound(
-            m,
-            2 * half,
-            n_correct,
-            _lower_epsilon(m, 2 * half, n_correct, delta, error),
-            n_correct_of_all / max(1, m // 2 * 2),
-        )
-        best = bound if best is None or bound.epsilon > best.epsilon else best
-    return best or CanaryBound(m, 0, 0, 0.0, 0.0)
-
-
-def _count_correct(order: NDArray[np.int64], included: NDArray[np.bool_], half: int) -> int:
-    """Return the number of correct guesses, the highest scores guessed "in" and the lowest "out"."""
-    return int(included[order[:half]].sum() + (~included[order[len(order) - half :]]).sum())
+    halves = [half for share in _GUESS_SHARES if (half := int(m * share) // 2)]
+    if not halves:
+        return CanaryBound(m, 0, 0, 0.0, 0.0)
+    n_correct = [int(included[order[:half]].sum() + (~included[order[m - half :]]).sum()) for half in halves]
+    bounds = [_lower_epsilon(m, 2 * half, n, delta, error) for half, n in zip(halves, n_correct, strict=True)]
+    best = int(np.argmax(bounds))
+    return CanaryBound(m, 2 * halves[best], n_correct[best], bounds[best], n_correct[0] / (2 * halves[0]))
 
 
 def _p_value(m: int, guesses: int, n_correct: int, epsilon: float, delta: float) -> float:
@@ -195,11 +180,6 @@ def describe_tests(tests: int, confidence: float) -> str:
     )
 
 
-def is_alarming(interval: Sequence[float] | None) -> bool | None:
-    """Return whether members and non-members are separated better than by chance; None without an interval."""
-    return None if interval is None else interval[0] > 0.5
-
-
 _FALSE_POSITIVE_RATES = (0.01, 0.001)  # false positive rates at which true positive rates are reported
 _NOISE_DRAWS = 2000
 """Draws of the noise: one half sets the threshold, the other measures the true positive rate."""
@@ -235,15 +215,10 @@ def best_test_tpr(mu: _Scores | float, rate: float) -> _Scores:
 
 
 def _empirical_tpr(parts: _Scores, noise_draws: _Scores, noise: float, rate: float) -> _Scores:
-    """Return float64[n], each unit's true positive rate over redraws of the noise, given all other units.
+    """Return float64[n], each unit's true positive rate over redraws float64[r, k] of the noise, given all other units.
 
     One threshold holds for all, since noise is alike in all directions. The first half of the redraws sets it, so noise
     below its stated deviation is detected.
-
-    Args:
-        parts: float64[n, k], the contribution of each unit.
-        noise_draws: float64[r, k], noise drawn by the mechanism.
-        noise: its stated standard deviation.
     """
     mu = compute_mu(parts, noise)
     directions = parts / np.maximum(np.linalg.norm(parts, axis=1, keepdims=True), 1e-300)
@@ -257,14 +232,14 @@ def _empirical_tpr(parts: _Scores, noise_draws: _Scores, noise: float, rate: flo
 
 
 def _find_most_exposed(mu: _Scores) -> NDArray[np.bool_]:
-    """Return bool[n], whether a unit is among the most exposed: 1 % of them, and at least one."""
+    """Return bool[n], whether a unit is among the most exposed, at least one."""
     order = np.argsort(-mu, kind="stable")[: ceil(_EXPOSED_SHARE * len(mu))]
     return np.isin(np.arange(len(mu)), order)
 
 
 def measure_exposure(
     parts: _Scores, sigma: float, groups: Mapping[str, NDArray[np.bool_]], draw: Callable[[], _Scores] | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return true positive rates for units of each group in a sum, of attackers with all other units and with none.
 
     Args:
@@ -310,25 +285,22 @@ def measure_exposure(
 
 def _describe_rates(
     mu: _Scores, limits: Mapping[float, float], redrawn: Mapping[float, float]
-) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Return the true positive rates of a group by false positive rate, and whether one is above the guarantee.
-
-    Args:
-        limits: the guarantee by rate; empty without noise.
-        redrawn: the mean true positive rate over redraws of the noise by rate; empty without.
-    """
+) -> tuple[dict[str, dict[str, object]], bool]:
+    """Return the true positive rates of a group by false positive rate, and whether one is above its limit."""
     from scipy.stats import binomtest
 
-    rates: dict[str, dict[str, Any]] = {}
+    rates: dict[str, dict[str, object]] = {}
     is_beyond = False
     for rate in _FALSE_POSITIVE_RATES:
-        entry = rates[f"{rate:g}"] = {"exact": float(best_test_tpr(mu, rate).mean())}
-        is_beyond |= rate in limits and entry["exact"] > limits[rate] * (1 + 1e-5)
+        exact = float(best_test_tpr(mu, rate).mean())
+        rates[f"{rate:g}"] = {"exact": exact}
+        is_beyond |= rate in limits and exact > limits[rate] * (1 + 1e-5)
         if rate in redrawn:  # each redraw is of all units: a share over units varies no more than that of a single unit
             n = _NOISE_DRAWS // 2
             test = binomtest(round(n * redrawn[rate]), n, limits[rate], alternative="greater")
             interval = binomtest(test.k, n).proportion_ci()
-            entry |= {"drawn": test.k / n, "interval": [float(interval.low), float(interval.high)]}
+            ends = [float(interval.low), float(interval.high)]
+            rates[f"{rate:g}"] = {"exact": exact, "drawn": test.k / n, "interval": ends}
             is_beyond |= test.pvalue < _FALSE_ALARM_RATE
     return rates, bool(is_beyond)
 

@@ -6,8 +6,8 @@ Results are rates and bounds; no example, no single loss and no inclusion of a c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from functools import partial
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ from wsi_fl.data.metrics import choose_classes
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits
 from wsi_fl.data.tasks import target_columns
 from wsi_fl.evidence import attacks
-from wsi_fl.evidence.audit_section import build_statistics_tables, list_audit_findings
+from wsi_fl.evidence.audit_section import build_statistics_tables, list_audit_findings, list_model_rows
 from wsi_fl.federation.methods import Method
 from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.learning.local_training import example_losses, predict_examples
@@ -30,7 +30,7 @@ from wsi_fl.oneshot.released_statistics import statistics_of
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.guarantee import ADJACENCY
-from wsi_fl.report.formatting import format_number
+from wsi_fl.report.formatting import DASH, Json, format_number
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.load_models import is_trained_with_dp
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
@@ -64,7 +64,7 @@ class AuditDocument(TypedDict):
     level: float
     tested: str | None
     adjacency: str
-    sites: list[dict[str, Any]]
+    sites: list[Json]
     influence: list[dict[str, object]]
     may_plant: bool
 
@@ -132,15 +132,14 @@ def _list_models(method: Method) -> list[tuple[str, str]]:
 
 
 class _AuditedModel(NamedTuple):
-    """A trained model of a site: "private"; "proxy", "shared" or "released", as released in the last round; or
-    "central" of all sites. `dp` is whether it was trained with differential privacy."""
+    """A site's "private" model, its "proxy", "shared" or "released" one of the last round, or the "central" one."""
 
     name: str
     dp: bool
     network: nn.Module
 
 
-def _audit_site(context: RunContext, index: int, *, merged: bool, level: float) -> dict[str, Any]:
+def _audit_site(context: RunContext, index: int, *, merged: bool, level: float) -> Json:
     name, pipeline = context.names[index], context.pipeline
     data, folder = context.open_data(name), context.run.site_folder(name)
     folder.record_store(data.digest(), data.describe_store())
@@ -155,10 +154,9 @@ def _audit_site(context: RunContext, index: int, *, merged: bool, level: float) 
     rows = []
     for model in _load_audited_models(context, index):
         upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
-        row: dict[str, object] = {"model": model.name, "dp": model.dp}
-        row["membership"] = _attack_membership(model, members, others, pipeline.evaluate.bootstrap)
-        row["canaries"] = _score_canaries(model, planted, upper, account["delta"], level) if planted else None
-        rows.append(row)
+        membership = _attack_membership(model, members, others, pipeline.evaluate.bootstrap)
+        canaries = _score_canaries(model, planted, upper, account["delta"], level) if planted else None
+        rows.append({"model": model.name, "dp": model.dp, "membership": membership, "canaries": canaries})
     released_statistics = context.method.payload.is_single_release and (
         not context.uses_files or name in context.statistics
     )
@@ -193,10 +191,10 @@ def _load_audited_models(context: RunContext, index: int) -> list[_AuditedModel]
 
 def _attack_membership(
     model: _AuditedModel, members: Cohort, others: Mapping[str, Cohort], repeats: int
-) -> dict[str, dict[str, object]]:
+) -> dict[str, Json]:
     """Attack membership by a threshold on the loss (Yeom et al., 2018), against each set of non-members."""
     scores = -example_losses(model.network, members, select_device())
-    results: dict[str, dict[str, object]] = {}
+    results: dict[str, Json] = {}
     for name, examples in others.items():
         non_member_scores = -example_losses(model.network, examples, select_device())
         interval = attacks.auroc_interval(scores, non_member_scores, members.patient, examples.patient, repeats=repeats)
@@ -205,7 +203,7 @@ def _attack_membership(
             "non_members": len(non_member_scores),
             "auroc": attacks.compute_auroc(scores, non_member_scores),
             "interval": interval,
-            "alarm": attacks.is_alarming(interval),
+            "alarm": None if interval is None else interval[0] > 0.5,
             "tpr_at_fpr": {
                 f"{rate:g}": attacks.tpr_at_fpr(scores, non_member_scores, rate) for rate in _FALSE_POSITIVE_RATES
             },
@@ -217,16 +215,13 @@ def _attack_membership(
 def _score_canaries(
     model: _AuditedModel, planted: Canaries, upper: float | None, delta: float, level: float
 ) -> dict[str, float | None]:
-    """Return the accuracy of guesses from canaries' losses, and the lower bound on ε.
+    """Return the accuracy of guesses from canaries' losses after training, and the lower bound on ε.
 
-    Scores are losses after training; differences from those before are less informative. The guaranteed ε, `upper`, is
-    broken when the bound exceeds it at the confidence `level`.
+    The guaranteed ε, `upper`, is broken when the bound exceeds it at the confidence `level`.
     """
     scores = -example_losses(model.network, planted.examples, select_device())
-    bound, among_all = (
-        attacks.canary_bound(scores, planted.included, delta, confidence=confidence)
-        for confidence in (_CONFIDENCE, level)
-    )
+    bound_at = partial(attacks.canary_bound, scores, planted.included, delta)
+    bound, among_all = bound_at(confidence=_CONFIDENCE), bound_at(confidence=level)
     return {
         "n": bound.n,
         "accuracy": bound.accuracy,
@@ -243,17 +238,12 @@ def _score_canaries(
 def render_audit_lines(document: AuditDocument) -> Lines:
     """Yield a table with a row per model, then alarming results."""
     rows = []
-    for site in document["sites"]:
-        for model in site["models"]:
-            local_test, planted = model["membership"]["own"], model["canaries"] or {}
-            interval = (
-                "–" if local_test["interval"] is None else "–".join(f"{end:.3f}" for end in local_test["interval"])
-            )
-            rates = (format_number(local_test["tpr_at_fpr"][f"{rate:g}"]) for rate in _FALSE_POSITIVE_RATES)
-            bounds = (format_number(planted.get(f"epsilon_{end}"), 2) for end in ("lower", "upper"))
-            rows.append(
-                [f"{site['site']}, {model['model']}", format_number(local_test["auroc"]), interval, *rates, *bounds]
-            )
+    for row in list_model_rows(document):
+        local_test, planted = row["own"], row["canaries"] or {}
+        interval = DASH.join(f"{end:.3f}" for end in local_test["interval"] or ()) or DASH
+        rates = (format_number(local_test["tpr_at_fpr"][f"{rate:g}"]) for rate in _FALSE_POSITIVE_RATES)
+        bounds = (format_number(planted.get(f"epsilon_{end}"), 2) for end in ("lower", "upper"))
+        rows.append([f"{row['site']}, {row['model']}", format_number(local_test["auroc"]), interval, *rates, *bounds])
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
     yield TextTable(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
     statistics_tables = build_statistics_tables(document)
@@ -274,7 +264,8 @@ def render_audit_lines(document: AuditDocument) -> Lines:
 def _measure_exposure(context: RunContext, name: str) -> dict[str, object]:
     """Attack every unit of a site's class statistics, write the exposures to its folder, and return those of groups.
 
-    For patients with more rows than the statistics use, rows are sampled.
+    For patients with more rows than the statistics use, rows are sampled. The file has the most exposed first, by μ for
+    attackers who know all other units.
     """
     train, _, all_units = load_training(context, name)
     units, folder, stream = all_units.drop_empty(), context.run.site_folder(name), CipherStream.from_entropy()
@@ -282,19 +273,22 @@ def _measure_exposure(context: RunContext, name: str) -> dict[str, object]:
     if context.uses_files:
         sigma = statistics_of(context)[name].header.sigma
     mechanism = NoisyStatistics(sigma, 1.0, units.n, units.kind)
-    parts = _unit_statistics(
-        _load_head(context, name), mechanism, train, units, units.draw_rows(np.arange(units.n), stream)
-    )
+    rows = units.draw_rows(np.arange(units.n), stream)
+    parts = _unit_statistics(_load_head(context, name), mechanism, train, units, rows)
     empty = torch.zeros(parts.shape[1], dtype=torch.float64)
     groups = _group_units(context.open_data(name).classes, train, units)
     tail = attacks.measure_exposure(parts, sigma, groups, lambda: mechanism.add_noise(empty, stream).numpy())
-    known_mu, unknown_mu = (attacks.compute_mu(parts, sigma, others_known=others) for others in (True, False))
-    _write_exposure(folder.path / _EXPOSURE_FILE, known_mu, unknown_mu, train, units)
+    mu, mu_population = (attacks.compute_mu(parts, sigma, others_known=others) for others in (True, False))
+    _, row, n_rows = np.unique(units.of_row, return_index=True, return_counts=True)
+    slide = train.slide[row] if units.kind == "row" else ""
+    table = pd.DataFrame({"patient": train.patient[row], "slide": slide, "rows": n_rows, "mu": mu})
+    table["found_at_0.01"], table["mu_population"] = attacks.best_test_tpr(mu, 0.01), mu_population
+    table = table.sort_values(["mu", "mu_population"], ascending=False, kind="stable")
+    write_text(folder.path / _EXPOSURE_FILE, table.to_csv(index=False, float_format="%.6g"))
     return {"unit": units.kind, "n": units.n, **tail}
 
 
 def _load_head(context: RunContext, name: str) -> SharedHead:
-    """Load a site's final head."""
     state = context.run.site_folder(name).load_model("shared")
     head = build_model(context, context.names.index(name), "shared", state=state)
     assert isinstance(head, SharedHead)
@@ -310,12 +304,8 @@ def _unit_statistics(
     unit_tensor, head = torch.from_numpy(unit_of_row), head.cpu()
     order = np.argsort(unit_of_row, kind="stable")
     rows_by_unit = np.split(order, np.searchsorted(unit_of_row[order], np.arange(1, units.n)))
-    return np.stack(
-        [
-            mechanism.clip_statistics(head, z[k], y[k], unit_tensor[k]).numpy()
-            for k in map(torch.from_numpy, rows_by_unit)
-        ]
-    )
+    selections = map(torch.from_numpy, rows_by_unit)
+    return np.stack([mechanism.clip_statistics(head, z[k], y[k], unit_tensor[k]).numpy() for k in selections])
 
 
 def _group_units(classes: Sequence[str], train: Cohort, units: PrivacyUnits) -> dict[str, NDArray[np.bool_]]:
@@ -328,25 +318,11 @@ def _group_units(classes: Sequence[str], train: Cohort, units: PrivacyUnits) -> 
     return {name: mask for name, mask in groups.items() if mask.any()}
 
 
-def _write_exposure(
-    path: Path, known_mu: NDArray[np.float64], unknown_mu: NDArray[np.float64], train: Cohort, units: PrivacyUnits
-) -> None:
-    """Write μ of all units, the most exposed first, for attackers who know all others or none."""
-    _, row, n_rows = np.unique(units.of_row, return_index=True, return_counts=True)
-    slide = train.slide[row] if units.kind == "row" else ""
-    table = pd.DataFrame({"patient": train.patient[row], "slide": slide, "rows": n_rows, "mu": known_mu})
-    table["found_at_0.01"], table["mu_population"] = attacks.best_test_tpr(known_mu, 0.01), unknown_mu
-    table = table.sort_values(["mu", "mu_population"], ascending=False, kind="stable")
-    write_text(path, table.to_csv(index=False, float_format="%.6g"))
-
-
 def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[str, object]]:
     """Return the influence of each site's class statistics on the one-shot global head, by leaving them out.
 
     Statistics are a sum of n units, each of norm 1 at most, and noise; so n bounds a site's influence on the sum.
-
-    Args:
-        site_names: sites with stores here; predictions are compared on their local test parts.
+    Predictions are compared on the local test parts of `site_names`.
     """
     heads = {name: _load_head(context, name) for name in site_names}
     head = heads[site_names[0]]
@@ -368,9 +344,8 @@ def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[
     def build_row(name: str, vector: Tensor) -> dict[str, object]:
         refusal = explain_invalid_statistics(head, vector, n_units[name], rows=rows)  # as where it arrived
         remaining_head = head if refusal else head_excluding_site(head, vector)
-        shift = (
-            float((remaining_head.solve_head()[0] - weights).norm()) / length if length else None
-        )  # noise may leave no weight
+        change = float((remaining_head.solve_head()[0] - weights).norm())
+        shift = change / length if length else None  # noise may leave no weight
         is_comparable = len(classes) and head.kind == "classes"
         changed_share = float((_predict_classes(remaining_head, tests) != classes).mean()) if is_comparable else None
         row = {"site": name, "n": n_units[name], "length": float(vector[: -head.shape[0]].norm())}

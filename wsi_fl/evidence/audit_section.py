@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -26,30 +25,23 @@ _TAIL_HEADINGS = ("μ at most", "TPR at 1 %", "noise redrawn", "guarantee", "TPR
 _INFLUENCE_HEADINGS = ("site", "largest norm", "norm with noise", "change of the head", "changed predictions")
 
 
-class AuditSection:
-    """The section "Audit" of a run's page."""
-
-    def build_section(self, context: SectionContext) -> PageSection | None:
-        """Return the section; None for a run without audit."""
-        audit = context.run_context.run.read("audit")
-        if audit is None:
-            return None
-        values = build_audit_section(audit, context.colors) | {"document": audit}
-        return PageSection("audit", "Audit", "privacy", context.fill_template("audit", Path(__file__).parent, values))
-
-
-AUDIT = AuditSection()
-"""The entry of `wsi_fl.report_sections`."""
-
-
-def build_audit_section(audit: Json, colors: Mapping[str, str]) -> dict[str, object]:
-    """Return the values of the section."""
-    rows = _flatten_rows(audit)
-    planted = [row for row in rows if row["canaries"]]
-    return {
+def build_section(context: SectionContext) -> PageSection | None:
+    """Return the section "Audit" of a run's page; None for a run without audit."""
+    audit = context.run_context.run.read("audit")
+    if audit is None:
+        return None
+    rows = list_model_rows(audit)
+    planted, roc_charts = [row for row in rows if row["canaries"]], []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        curves = {row["site"]: row["own"]["roc"] for row in rows if row["model"] == name and row["own"]["roc"]}
+        if curves:
+            chart = _roc_chart(curves, context.colors, f"Membership, {name}")
+            roc_charts.append((_MODEL_TITLES.get(name, name), chart))
+    values = {
+        "document": audit,
         "rows": rows,
         "merged": any(row.get("merged") for row in rows),
-        "rocs": _roc_charts(rows, colors),
+        "rocs": roc_charts,
         "bounds": _bounds_chart(planted) if planted else None,
         "tests": f"{audit['tested']} {audit['adjacency']}" if audit["tests"] else "",
         "planted": max((row["canaries"]["n"] for row in planted), default=0),
@@ -57,9 +49,11 @@ def build_audit_section(audit: Json, colors: Mapping[str, str]) -> dict[str, obj
         "letters": build_statistics_tables(audit),
         "tails": [_tail_chart(site) for site in _sites_with_tails(audit)],
     }
+    return PageSection("audit", "Audit", "privacy", context.fill_template("audit", Path(__file__).parent, values))
 
 
-def _flatten_rows(audit: Json) -> list[dict[str, Any]]:
+def list_model_rows(audit: Json) -> list[Json]:
+    """Return a row for each audited model, with its site and its attacks by name."""
     return [
         {
             **model,
@@ -86,16 +80,14 @@ def _tail_chart(site: Json) -> tuple[str, Chart]:
 
 def list_audit_findings(audit: Json) -> Iterator[Finding]:
     """Yield the alarming results; "bad" for a broken guarantee or a leaking release."""
-    for row in _flatten_rows(audit):
+    for row in list_model_rows(audit):
         subject, planted = f"{row['title']} of {row['site']}", row["canaries"]
         if row["own"]["alarm"]:
-            tone = "bad" if row["model"] != "private" else "unclear"
-            auroc = format_number(row["own"]["auroc"])
+            tone, auroc = "unclear" if row["model"] == "private" else "bad", format_number(row["own"]["auroc"])
             yield Finding(tone, f"{subject}: its losses reveal members of the training data (AUROC {auroc}).")
         if planted and planted["broken"]:
             lower, upper = (format_number(planted[key], 2) for key in ("epsilon_lower_corrected", "epsilon_upper"))
-            text = f"{subject}: ε is at least {lower}, though the {row['guarantee']} one is {upper}."
-            yield Finding("bad", text)
+            yield Finding("bad", f"{subject}: ε is at least {lower}, though the {row['guarantee']} one is {upper}.")
     for influence in audit.get("influence") or ():
         if influence["refused"]:
             yield Finding("bad", f"the class statistics of {influence['site']} are refused: {influence['refused']}.")
@@ -147,16 +139,6 @@ def _sites_with_tails(audit: Json) -> list[Json]:
     return [site for site in audit["sites"] if site.get("tail")]
 
 
-def _roc_charts(rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
-    """Return a chart per kind of model, with a curve per site."""
-    charts = []
-    for name in dict.fromkeys(row["model"] for row in rows):
-        curves = {row["site"]: row["own"]["roc"] for row in rows if row["model"] == name and row["own"]["roc"]}
-        if curves:
-            charts.append((_MODEL_TITLES.get(name, name), _roc_chart(curves, colors, f"Membership, {name}")))
-    return charts
-
-
 def _roc_chart(curves: Mapping[str, Sequence[Sequence[float]]], colors: Mapping[str, str], title: str) -> Chart:
     """Return a chart of true against false positive rates on log axes; the dashed line is guessing."""
     lowest_rate = max(_MIN_FALSE_POSITIVE_RATE, min(point[0] for points in curves.values() for point in points))
@@ -192,9 +174,6 @@ def _bounds_chart(rows: Sequence[Json]) -> Chart:
         axes.set_xlim(left=-0.05 * max(1.0, axes.get_xlim()[1]))
         axes.set_xlabel("ε")
         axes.grid(axis="y", visible=False)
-        bounds_text = "; ".join(
-            f"{label} at least {format_number(row['canaries']['epsilon_lower'], 2)}, at most "
-            f"{format_number(row['canaries']['epsilon_upper'], 2)}"
-            for label, row in zip(labels, rows, strict=True)
-        )
-        return Chart(render_svg(figure, "Bounds on epsilon"), f"Bounds on ε: {bounds_text}.")
+        ends = [[format_number(row["canaries"][f"epsilon_{end}"], 2) for end in ("lower", "upper")] for row in rows]
+        texts = (f"{label} at least {low}, at most {high}" for label, (low, high) in zip(labels, ends, strict=True))
+        return Chart(render_svg(figure, "Bounds on epsilon"), f"Bounds on ε: {'; '.join(texts)}.")

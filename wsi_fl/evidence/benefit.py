@@ -1,4 +1,7 @@
-"""The benefit of federation: local, federated and pooled models on the same test examples, with intervals."""
+"""The benefit of federation: local, federated and pooled models on the same test examples, with intervals.
+
+The module is the entry of `wsi_fl.benefit`.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,8 @@ from numpy.typing import NDArray
 
 from wsi_fl.data.metrics import SCORES
 from wsi_fl.data.tasks import CLASSES, Task
-from wsi_fl.evidence.benefit_figure import build_benefit_finding
-from wsi_fl.evidence.verdict import (
-    Estimate,
-    IntervalDocument,
-    decide_verdict,
-    estimate_mean,
-    estimate_ratio,
-    has_pooled_gain,
-)
+from wsi_fl.evidence.benefit_figure import ALL_SITES, gain_words, verdict_words
+from wsi_fl.evidence.verdict import Estimate, IntervalDocument, decide_verdict, estimate_mean, estimate_ratio
 from wsi_fl.report.formatting import Finding, Json, score_in_sentence
 from wsi_fl.stages.evaluation.write_predictions import ExampleScores, read_example_scores
 from wsi_fl.stages.site.target_labels import build_task
@@ -82,7 +78,7 @@ def compare_by_site(runs: Mapping[str, Sequence[FinishedRun]], test_set: str) ->
     return _measure_words(scores["federated"][names[0]]), gains
 
 
-def compare_over_all(runs: Mapping[str, Sequence[FinishedRun]], test_set: str) -> Gain:
+def measure_benefit(runs: Mapping[str, Sequence[FinishedRun]], test_set: str) -> Gain:
     """Return the benefit of federation over all sites, with the measure (`measure`).
 
     Examples of all sites are pooled, by patient. The heads depend on the same class statistics, so their noise is taken
@@ -121,21 +117,17 @@ def _read_scores(runs: Iterable[FinishedRun], names: Iterable[str], test_set: st
 
 
 def _weight_classes(example_scores: ExampleScores) -> pd.DataFrame:
-    """Return value and weight by example.
-
-    Where one class is much rarer than others, examples are weighted so that all classes count equally, and the weighted
-    mean is balanced accuracy.
-    """
+    """Return value and weight by example; where one class is rare, all classes count equally (balanced accuracy)."""
     frame = pd.DataFrame(example_scores.values(), ["\n".join(key) for key in example_scores], ["value", "label"])
     counts = frame["label"].value_counts()
-    weights = len(frame) / len(counts) / counts if is_skewed(counts) else counts * 0 + 1.0
+    weights = len(frame) / len(counts) / counts if _is_skewed(counts) else counts * 0 + 1.0
     return frame.assign(weight=frame["label"].map(weights))
 
 
-def is_skewed(counts: pd.Series) -> bool:
+def _is_skewed(counts: pd.Series) -> bool:
     """Return whether the rarest of several classes has less than half of an equal share.
 
-    >>> is_skewed(pd.Series({"healthy": 90, "tumor": 30})), is_skewed(pd.Series({"healthy": 90, "tumor": 20}))
+    >>> _is_skewed(pd.Series({"healthy": 90, "tumor": 30})), _is_skewed(pd.Series({"healthy": 90, "tumor": 20}))
     (False, True)
     """
     return len(counts) > 1 and bool(counts.min() < _MIN_CLASS_SHARE * counts.sum() / len(counts))
@@ -154,13 +146,12 @@ def build_score_table(
     seeds = sorted(by_seed)
     values, weights = (pd.DataFrame({seed: by_seed[seed][name] for seed in seeds}) for name in ("value", "weight"))
     names = {seed: "macro_accuracy" if by_seed[seed]["weight"].nunique() > 1 else score for seed in seeds}
-    noise = {seed: _add_noise(noises.get(seed, ()), name) for seed, name in names.items()}
+    noise = {}
+    for seed, name in names.items():
+        folds = noises.get(seed, ())
+        deviations = [fold[name] for fold in folds if name in fold]
+        noise[seed] = hypot(*deviations) / len(deviations) if len(deviations) == len(folds) > 0 else np.nan
     return ScoreTable(values, weights, pd.Series(noise, seeds, float), next(iter(names.values()), "accuracy"))
-
-
-def _add_noise(folds: Sequence[Mapping[str, float]], score: str) -> float:
-    deviations = [noise[score] for noise in folds if score in noise]
-    return hypot(*deviations) / len(deviations) if len(deviations) == len(folds) > 0 else np.nan
 
 
 def _pool_sites(sites: Mapping[str, ScoreTable]) -> ScoreTable:
@@ -191,14 +182,13 @@ def estimate_benefit(scores: Mapping[str, ScoreTable]) -> Gain:
         mean = estimate_mean(values, weights, _patient_names(rows), table.list_noise())
         return mean.clip_interval(minimum, 1.0) if is_bounded else mean
 
-    gains = scores["federated"].subtract_scores(scores["local"])
-    pooled_gains = (
-        scores["pooled"].subtract_scores(scores["local"], gains.values.columns) if "pooled" in scores else None
-    )
+    gains, pooled_gains = scores["federated"].subtract_scores(scores["local"]), None
+    if "pooled" in scores:
+        pooled_gains = scores["pooled"].subtract_scores(scores["local"], gains.values.columns)
     estimates = {kind: estimate_score(scores.get(kind), 0.0) for kind in ("pooled", *scores)}
     gain, pooled_gain = estimate_score(gains, -1.0), estimate_score(pooled_gains, -1.0)
     share = None
-    if pooled_gains is not None and pooled_gain is not None and has_pooled_gain(pooled_gain):
+    if pooled_gains is not None and pooled_gain is not None and (pooled_gain.low or 0) > 0:  # a significant gain
         share = _estimate_gap_closed(gains, pooled_gains, pooled_gain)
     estimates |= {"gain": gain, "pooled_gain": pooled_gain, "gap_closed": share}
     document = {name: None if value is None else value.build_document() for name, value in estimates.items()}
@@ -223,17 +213,13 @@ def _patient_names(rows: pd.Index) -> NDArray[np.str_]:
     return np.array(["\n".join(key.split("\n")[:2]) for key in rows], np.str_)
 
 
-class Measure:
-    """The benefit of federation, for a run's page and a model card."""
+def describe_benefit(row: Json, score_text: str, baseline: str) -> Finding:
+    """Return the average benefit of a method as a sentence, the same on the console and on pages.
 
-    def measure_benefit(self, runs: Mapping[str, Sequence[FinishedRun]], test_set: str) -> Gain:
-        """Return the benefit over all sites, as `compare_over_all`."""
-        return compare_over_all(runs, test_set)
-
-    def describe_benefit(self, gain: Json, score_text: str, baseline: str) -> Finding:
-        """Return a sentence with the gain and its verdict."""
-        return build_benefit_finding(gain, score_text, baseline)
-
-
-MEASURE = Measure()
-"""The entry of `wsi_fl.benefit`."""
+    Args:
+        row: the values over all sites.
+        score_text: the score of the method, in words.
+        baseline: the baseline, in words.
+    """
+    text = f"{score_text}, {gain_words(row)} over {baseline}: {verdict_words(row, ALL_SITES)}."
+    return Finding({"join": "good", "local": "bad"}.get(row["verdict"], "unclear"), text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from wsi_fl.report import figures
 from wsi_fl.report.figures import TOKENS, Chart, build_png_style, load_palette
-from wsi_fl.report.formatting import Finding, Json, format_number, format_signed, is_number
+from wsi_fl.report.formatting import Json, format_number, format_signed, is_number
 
 ALL_SITES = "all sites"
 _MODEL_MARKS = {"local": ("ink", "o", -0.24), "federated": ("s0", "o", 0.0), "pooled": ("muted", "D", 0.24)}
@@ -58,7 +58,10 @@ def render_benefit_png(document: Json) -> bytes:
         axes = figure.add_axes((left_share, 0.42 / height, 1 - left_share - right_share, 1 - 1.04 / height))
         colors = load_palette()
         _draw_rows(axes, rows, colors, document["measure"])
-        _write_gains(axes, rows, colors)
+        write = partial(axes.annotate, xycoords=("axes fraction", "data"), textcoords="offset points", va="center")
+        for y, (_, row) in enumerate(rows):
+            write(f"gain: {gain_words(row)}", (1.0, y - 0.13), (12, 0), fontsize=9.5, color=colors["ink"])
+            write(price_words(row), (1.0, y + 0.2), (12, 0), fontsize=8.5, color=colors["muted"])
         for k, (kind, (color, marker, _)) in enumerate(_MODEL_MARKS.items()):
             if any(row.get(kind) for _, row in rows):
                 fill = _mark_fill(kind, colors)
@@ -66,8 +69,9 @@ def render_benefit_png(document: Json) -> bytes:
                 axes.plot(
                     [], [], marker, color=colors[color], mfc=fill, label=_MODEL_LABELS[kind] + federated_name, zorder=k
                 )
-        legend_options: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 3}
-        axes.legend(**legend_options, frameon=False, fontsize=9, handletextpad=0.2)
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, frameon=False, fontsize=9, handletextpad=0.2
+        )
         return figures.render_png(figure)
 
 
@@ -93,19 +97,6 @@ def _draw_rows(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     axes.set_xlabel(measure, loc="right", labelpad=1)
     axes.margins(x=0.06)
-
-
-def _write_gains(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str]) -> None:
-    """Write the gain and the privacy cost of each site on the right."""
-    text_options: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-    for y, (_, row) in enumerate(rows):
-        for text, offset, size, color in (
-            (f"gain: {gain_words(row)}", -0.13, 9.5, "ink"),
-            (price_words(row), 0.2, 8.5, "muted"),
-        ):
-            axes.annotate(
-                text, (1.0, y + offset), (12, 0), fontsize=size, color=colors[color], va="center", **text_options
-            )
 
 
 def gain_words(row: Json) -> str:
@@ -134,18 +125,6 @@ _AVERAGE_VERDICT_WORDS = _VERDICT_WORDS | {
 }
 
 
-def build_benefit_finding(row: Json, score_text: str, baseline: str) -> Finding:
-    """Return the average benefit of a method as a sentence, the same on the console and on pages.
-
-    Args:
-        row: the values over all sites.
-        score_text: the score of the method, in words.
-        baseline: the baseline, in words.
-    """
-    text = f"{score_text}, {gain_words(row)} over {baseline}: {verdict_words(row, ALL_SITES)}."
-    return Finding({"join": "good", "local": "bad"}.get(row["verdict"], "unclear"), text)
-
-
 def sources_words(row: Json) -> str:
     """Return the standard error of the gain by each known source of variance.
 
@@ -160,8 +139,7 @@ def sources_words(row: Json) -> str:
 
 
 def _patients_text(gain: Json) -> str:
-    n = gain.get("n_patients")
-    return f"{n} test patients" if n else "test patients"
+    return f"{gain['n_patients']} test patients" if gain.get("n_patients") else "test patients"
 
 
 def verdict_words(row: Json, name: str) -> str:

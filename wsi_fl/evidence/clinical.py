@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+import pandas as pd
 
 from wsi_fl.data.prediction_table import PredictionTable
 from wsi_fl.evidence import clinical_metrics as measures
-from wsi_fl.evidence.clinical_metrics import MIN_SUBGROUP, Names, PatientPredictions
+from wsi_fl.evidence.clinical_metrics import MIN_SUBGROUP
 from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
 from wsi_fl.evidence.compare_runs import resolve_runs
 from wsi_fl.learning.ensemble import LOCAL
@@ -42,7 +42,7 @@ def describe_clinically(
     prevalence: float | None = None,
     by: str | None = None,
     least: int = MIN_SUBGROUP,
-) -> dict[str, Any]:
+) -> Json:
     """Compute clinical measures of each site's predictions by patient; return the document.
 
     The test set is the merged one, else the local test part. With one run the document is written to clinical.json.
@@ -66,7 +66,7 @@ def describe_clinically(
         contexts = [stack.enter_context(RunContext.restore(restore_study(study, run), run)) for run in runs]
         if contexts[0].task.kind != "classes":
             raise UsageError(f"{name}: predicts no classes; see its scores in `wsi-fl report`")
-        document = describe_runs(contexts, prevalence=prevalence, by=by, least=least)
+        document = _describe_runs(contexts, prevalence=prevalence, by=by, least=least)
     if document is None:
         raise WsiFlError(f"{name} has no predictions of a test set; run `wsi-fl evaluate {name}`")
     if len(runs) == 1:
@@ -78,36 +78,23 @@ def _find_folds(study: Study, names: Sequence[str]) -> list[RunFolder]:
     """Return one run, or the folds of one."""
     first, *others = runs = resolve_runs(study, names)
     folds = {run.repetition.fold for run in runs}
-    same_settings = all(
-        (run.method, run.seed, run.settings) == (first.method, first.seed, first.settings) for run in others
-    )
+    expected = first.method, first.seed, first.settings
+    same_settings = all((run.method, run.seed, run.settings) == expected for run in others)
     if others and not (same_settings and None not in folds and len(folds) == len(runs)):
         raise UsageError("clinical takes one run, or the folds of one: each patient counts once")
     return [run.folder for run in runs]
 
 
-def describe_runs(
+def _describe_runs(
     contexts: Sequence[RunContext], *, prevalence: float | None = None, by: str | None = None, least: int = MIN_SUBGROUP
-) -> dict[str, Any] | None:
-    """Return the document of `describe_clinically` without writing it; None without predictions of classes here.
-
-    Args:
-        contexts: a run, or the folds of one.
-    """
+) -> Json | None:
+    """Return the document of a run, or of the folds of one; None without predictions of classes here."""
     first = contexts[0]
-    predictions = {
-        site.name: [
-            site_predictions
-            for context in contexts
-            if (site_predictions := _load_patient_predictions(context, site, by)) is not None
-        ]
-        for site in first.members
-    }
-    rows = [
-        _describe_site(name, site_predictions, prevalence, least)
-        for name, site_predictions in predictions.items()
-        if site_predictions
-    ]
+    rows = []
+    for site in first.members:
+        runs = [patients for context in contexts if (patients := _load_patients(context, site, by))]
+        if runs:
+            rows.append(_describe_site(site.name, runs, prevalence, least))
     if not rows:
         return None
     return {
@@ -121,67 +108,55 @@ def describe_runs(
     }
 
 
-@dataclass(frozen=True)
-class _SitePatients:
-    """The predictions of a site for the test patients of a run.
+class _SitePatients(NamedTuple):
+    """The test patients of a site in a run.
 
     Attributes:
-        predicted: int64[m], predicted classes.
-        groups: str[m], subgroups; None without.
-        local_patients: predictions of the local model for the same patients.
+        rows: by patient: truth, predicted, perhaps group, and the probabilities of the classes, by the site's model
+            (0, 1, …) and perhaps by its local model ("0_local", …).
         point: threshold of the score for a case, chosen on the site's training slides, else one half; None for more
             than two classes.
     """
 
-    patients: PatientPredictions
-    predicted: NDArray[np.int64]
-    groups: Names | None
-    local_patients: PatientPredictions | None
+    rows: pd.DataFrame
     table: PredictionTable
-    point: float | None
+    any_counts: bool = False
+    point: float | None = None
 
 
-def _load_patient_predictions(context: RunContext, site: SiteFile, by: str | None) -> _SitePatients | None:
+def _load_patients(context: RunContext, site: SiteFile, by: str | None) -> _SitePatients | None:
     folder = context.run.site_folder(site.name)
     table = read_predictions(folder)
     if table is None or not len(table):
         return None
-    patients, choice = _group_by_patient(table), folder.read_document("prediction_model") or {}
-    point = None  # of more than two classes the most probable one is predicted
-    if len(table.outputs) == 2:
+    (rows, any_counts), choice = _group_by_patient(table), folder.read_document("prediction_model") or {}
+    if len(table.outputs) != 2:
+        point = None  # the most probable class is predicted
+        rows["predicted"] = rows.drop(columns="truth").to_numpy().argmax(1)
+    else:
         threshold = choice.get("slide_threshold") if choice.get("model") == table.model else None
-        point = float(threshold) if threshold and patients.any_counts else 0.5  # an earlier version rounded to 0
-    predicted = (
-        (patients.probabilities[:, 1] >= point).astype(np.int64)
-        if point is not None
-        else patients.probabilities.argmax(1)
-    )
-    groups = _group_of_patients(context.study, site, table, patients, by) if by else None
+        point = float(threshold) if threshold and any_counts else 0.5  # an earlier version rounded to 0
+        rows["predicted"] = (rows[1] >= point).astype(np.int64)
+    if by:
+        rows["group"] = _group_of_patients(context.study, site, table, by).reindex(rows.index, fill_value="")
     local_table = read_predictions(folder, model=LOCAL) if table.model != LOCAL else None
-    return _SitePatients(
-        patients, predicted, groups, None if local_table is None else _group_by_patient(local_table), table, point
-    )
+    if local_table is not None:
+        rows = rows.join(_group_by_patient(local_table)[0], rsuffix="_local")
+    return _SitePatients(rows, table, any_counts, point)
 
 
-def _describe_site(
-    name: str, predictions: Sequence[_SitePatients], prevalence: float | None, least: int
-) -> dict[str, Any]:
+def _describe_site(name: str, runs: Sequence[_SitePatients], prevalence: float | None, least: int) -> Json:
     """Return the measures of a site by class; of two classes the second one is the case."""
-    patients = measures.concatenate_patients([run.patients for run in predictions])
-    predicted = np.concatenate([run.predicted for run in predictions])
-    groups = [run.groups for run in predictions if run.groups is not None]
-    local_patients = [run.local_patients for run in predictions if run.local_patients is not None]
-    local_pooled = measures.concatenate_patients(local_patients) if len(local_patients) == len(predictions) else None
-    table, points = predictions[0].table, {run.point for run in predictions}
+    table, points, patients = runs[0].table, {run.point for run in runs}, pd.concat([run.rows for run in runs])
+    has_local = all("truth_local" in run.rows for run in runs)
     class_rows = {}
     for k in [1] if len(table.outputs) == 2 else range(len(table.outputs)):
-        score, positive, case = patients.probabilities[:, k], predicted == k, patients.truth == k
-        difference = (
-            None if local_pooled is None else measures.auroc_difference(score, local_pooled.probabilities[:, k], case)
-        )
-        group_rows = (
-            measures.describe_subgroups(np.concatenate(groups), positive, case, score, least) if groups else None
-        )
+        score, predicted, truth = (patients[column].to_numpy() for column in (k, "predicted", "truth"))
+        positive, case, group_rows, difference = predicted == k, truth == k, None, None
+        if has_local:
+            difference = measures.auroc_difference(score, patients[f"{k}_local"].to_numpy(), case)
+        if "group" in patients:
+            group_rows = measures.describe_subgroups(patients["group"].to_numpy(str), positive, case, score, least)
         class_rows[table.outputs[k]] = measures.describe_class(score, positive, case, prevalence) | {
             "net_benefit": measures.net_benefit(score, case, _DECISION_THRESHOLDS, prevalence),
             "subgroups": group_rows,
@@ -192,23 +167,21 @@ def _describe_site(
         "on": "merged" if (table.obs["part"] != name).any() else "own",
         "model": table.model,
         "unit": "patient" if all(table.patient) else "example",
-        "any_counts": patients.any_counts,
+        "any_counts": any(run.any_counts for run in runs),
         "point": points.pop() if len(points) == 1 else None,
         "classes": class_rows,
     }
 
 
-def _group_by_patient(table: PredictionTable) -> PatientPredictions:
-    """Return predictions by patient; an example without a known patient is one of its own."""
+def _group_by_patient(table: PredictionTable) -> tuple[pd.DataFrame, bool]:
+    """Aggregate predictions by patient; an example without a known patient is one of its own."""
     rows = np.char.add("row ", np.arange(len(table)).astype(str))
     patient_names = np.where(table.patient == "", rows, table.qualify_names("patient"))
     return measures.aggregate_patients(table.model_predictions, table.truth, patient_names)
 
 
-def _group_of_patients(
-    study: Study, site: SiteFile, table: PredictionTable, patients: PatientPredictions, by: str
-) -> Names:
-    """Return the subgroup of each patient, that of the first example; "" where unknown."""
+def _group_of_patients(study: Study, site: SiteFile, table: PredictionTable, by: str) -> pd.Series:
+    """Return the subgroup of each patient by name, that of the first example; "" where unknown."""
     if by in ("part", *table.extra_columns):
         column = table.obs[by].to_numpy(str)
     else:
@@ -225,30 +198,24 @@ def _group_of_patients(
         raise UsageError(f"--by {by}: no table of the sites has a slide or patient of this test set")
     if len(set(column.tolist())) > _MAX_GROUPS:
         raise UsageError(f"--by {by}: has more than {_MAX_GROUPS} values; group them in a column of their own")
-    patient_names = table.qualify_names("patient")
-    first = dict(zip(patient_names[::-1].tolist(), column[::-1].tolist(), strict=True))
-    return np.array([str(first.get(name, "")) for name in patients.name.tolist()])
+    return pd.Series(column, table.qualify_names("patient")).groupby(level=0).first()
 
 
-class ClinicalSection:
-    """The section "For the clinic" of a run's page."""
+def build_section(context: SectionContext) -> PageSection | None:
+    """Return the section "For the clinic" of a run's page, with the options of the last `clinical`.
 
-    def build_section(self, context: SectionContext) -> PageSection | None:
-        """Return the section with the options of the last `clinical`; None without predictions of classes here."""
-        run_context = context.run_context
-        if run_context.task.kind != "classes":
-            return None
-        last = run_context.run.read("clinical") or {}
-        document = describe_runs([run_context], **{k: last[k] for k in ("prevalence", "by", "least") if k in last})
-        if document is None:
-            return None
-        values = build_clinical_section(document, context.colors)
-        html = context.fill_template("clinical", Path(__file__).parent, values | {"document": document})
-        return PageSection("clinic", "For the clinic", "comparison", html, _answer_checklist(document, values))
-
-
-CLINICAL = ClinicalSection()
-"""The entry of `wsi_fl.report_sections`."""
+    None without predictions of classes here.
+    """
+    run_context = context.run_context
+    if run_context.task.kind != "classes":
+        return None
+    last = run_context.run.read("clinical") or {}
+    document = _describe_runs([run_context], **{k: last[k] for k in ("prevalence", "by", "least") if k in last})
+    if document is None:
+        return None
+    values = build_clinical_section(document, context.colors)
+    html = context.fill_template("clinical", Path(__file__).parent, values | {"document": document})
+    return PageSection("clinic", "For the clinic", "comparison", html, _answer_checklist(document, values))
 
 
 def _answer_checklist(document: Json, values: Mapping[str, Any]) -> dict[int, str]:
@@ -256,11 +223,7 @@ def _answer_checklist(document: Json, values: Mapping[str, Any]) -> dict[int, st
     site, by = document["sites"][0], document["by"]
     cases = ", ".join(f"{name} {measures['cases']} of {measures['n']}" for name, measures in site["classes"].items())
     patients = "merged test" if site["on"] == "merged" else f"{site['site']}'s test"
-    chosen = (
-        "the likeliest class"
-        if site["point"] is None
-        else ("a threshold chosen on each hospital's training slides, or 0.5")
-    )
+    chosen = "a threshold chosen on each hospital's training slides, or 0.5" if site["point"] else "the likeliest class"
     answers = {
         10: f"cases among {patients} patients: {cases}; pmvalsampsize computes the sample size of a test set",
         15: f"probabilities; {chosen}",
@@ -269,7 +232,7 @@ def _answer_checklist(document: Json, values: Mapping[str, Any]) -> dict[int, st
     return answers | ({14: f"performance by {by}; see For the clinic"} if values["told_by_name"] else {})
 
 
-def render_clinical_lines(document: dict[str, Any]) -> Lines:
+def render_clinical_lines(document: Json) -> Lines:
     """Yield a column per site and class, then subgroups and findings."""
     on = "merged test set" if any(site["on"] == "merged" for site in document["sites"]) else "local test part"
     on = f"{on} of {document['folds']} folds" if document["folds"] else on
@@ -282,15 +245,11 @@ def render_clinical_lines(document: dict[str, Any]) -> Lines:
     for site in document["sites"]:
         for name, class_measures in site["classes"].items():
             for group, group_row in (class_measures["subgroups"] or {}).items():
-                label = f"  {site['site']}, {name}, {document['by']} {group or 'unknown'}"
-                yield TextLine(f"{label}: {_format_group(group_row, document['least'])}")
+                text = f"fewer than {document['least']} patients, not reported"
+                if group_row is not None:
+                    values = (f"{k} {v['value']:.2f}" for k, v in group_row.items() if isinstance(v, dict))
+                    text = ", ".join([f"{group_row['n']} patients", *values])
+                yield TextLine(f"  {site['site']}, {name}, {document['by']} {group or 'unknown'}: {text}")
     yield from (TextLine(f"  {sentence}") for sentence in list_clinical_findings(document))
     if document["folds"] is None:
         yield TextLine(f"next: wsi-fl report {document['run']}")
-
-
-def _format_group(row: Mapping[str, Any] | None, least: int) -> str:
-    if row is None:
-        return f"fewer than {least} patients, not reported"
-    values = [f"{name} {entry['value']:.2f}" for name, entry in row.items() if isinstance(entry, dict)]
-    return ", ".join([f"{row['n']} patients", *values])

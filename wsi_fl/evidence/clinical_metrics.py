@@ -11,17 +11,18 @@ from dataclasses import asdict, dataclass
 from math import exp, log, sqrt
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from wsi_fl.data.metrics import aggregate_slides, share_interval
 
 _Floats = NDArray[np.float64]
-Names = NDArray[np.str_]
+_Names = NDArray[np.str_]
 _Flags = NDArray[np.bool_]
 
 MIN_SUBGROUP = 10
 """Minimum number of patients, cases and others of a reported subgroup."""
-Z = 1.959963984540054
+_Z = 1.959963984540054
 """Standard deviations of a normal distribution within which 95 % of it lie, on either side."""
 _TOLERANCE = 1e-12
 
@@ -36,48 +37,30 @@ class _Interval:
     n: int
 
 
-@dataclass(frozen=True)
-class PatientPredictions:
-    """Predictions of a model for m patients.
-
-    Attributes:
-        probabilities: float64[m, k], probabilities of the classes.
-        truth: int64[m], and `name` str[m].
-        any_counts: whether a patient is positive when any example is, with the mean score of the highest tenth.
-    """
-
-    probabilities: _Floats
-    truth: NDArray[np.int64]
-    name: Names
-    any_counts: bool = False
-
-
-def concatenate_patients(parts: Sequence[PatientPredictions]) -> PatientPredictions:
-    """Return the patients of several disjoint test sets."""
-    return PatientPredictions(
-        np.concatenate([part.probabilities for part in parts]),
-        np.concatenate([part.truth for part in parts]),
-        np.concatenate([part.name for part in parts]),
-        any_counts=any(part.any_counts for part in parts),
-    )
-
-
-def aggregate_patients(probabilities: _Floats, truth: NDArray[np.int64], patient: Names) -> PatientPredictions:
+def aggregate_patients(probabilities: _Floats, truth: NDArray[np.int64], patient: _Names) -> tuple[pd.DataFrame, bool]:
     """Aggregate probabilities float64[n, k] and truth int64[n] of examples by patient.
 
     Where examples of a patient are of different classes, as patches with and without tumour are, a patient of a
     two-class task is positive when any example is, and the score is the mean of the highest tenth. Otherwise a
     patient's probabilities are the means, and the class is the most frequent one.
+
+    Returns:
+        A row for each patient, with the probabilities of the classes (0, 1, …) and the `truth`; whether any example
+            counts.
     """
     names, first, patient_index = np.unique(patient, return_index=True, return_inverse=True)
-    if len(names) == len(patient):
-        return PatientPredictions(probabilities, truth, patient)
-    counts = np.zeros((len(names), probabilities.shape[1]))
-    np.add.at(counts, (patient_index, truth), 1)
-    if ((counts > 0).sum(1) > 1).any() and (slides := aggregate_slides(probabilities, truth, patient)):
-        return PatientPredictions(slides[0], slides[1], patient[slides[2]], any_counts=True)
-    sums = np.stack([np.bincount(patient_index, column, len(names)) for column in probabilities.T], axis=1)
-    return PatientPredictions(sums / counts.sum(1, keepdims=True), counts.argmax(1), patient[first])
+    any_counts = False
+    if len(names) < len(patient):
+        counts = np.zeros((len(names), probabilities.shape[1]))
+        np.add.at(counts, (patient_index, truth), 1)
+        if ((counts > 0).sum(1) > 1).any() and (slides := aggregate_slides(probabilities, truth, patient)):
+            probabilities, truth, first = slides
+            any_counts = True
+        else:
+            sums = np.stack([np.bincount(patient_index, column, len(names)) for column in probabilities.T], axis=1)
+            probabilities, truth = sums / counts.sum(1, keepdims=True), counts.argmax(1)
+        patient = patient[first]
+    return pd.DataFrame(probabilities, patient).assign(truth=truth), any_counts
 
 
 def _wilson_interval(k: int, n: int) -> _Interval | None:
@@ -93,43 +76,27 @@ def _wilson_interval(k: int, n: int) -> _Interval | None:
 def _operating_values(positive: _Flags, case: _Flags) -> dict[str, _Interval | None]:
     """Return sensitivity, specificity and predictive values from masks bool[n] of predicted and true cases."""
     correct = positive == case
-    return {
-        "sensitivity": _wilson_interval(int(correct[case].sum()), int(case.sum())),
-        "specificity": _wilson_interval(int(correct[~case].sum()), int((~case).sum())),
-        "ppv": _wilson_interval(int(correct[positive].sum()), int(positive.sum())),
-        "npv": _wilson_interval(int(correct[~positive].sum()), int((~positive).sum())),
-    }
-
-
-def _predictive_values(
-    sensitivity: _Interval, specificity: _Interval, prevalence: float
-) -> tuple[_Interval | None, _Interval | None]:
-    """Return (PPV, NPV) at a prevalence; None without positive or without negative predictions.
-
-    Reference: Mercaldo, Lau and Zhou, Statistics in Medicine 26, 2007: the logit intervals, with half a patient added
-    where all predictions are correct.
-    """
-    odds = prevalence / (1 - prevalence)
-    return _predictive_value(sensitivity, specificity, odds), _predictive_value(specificity, sensitivity, 1 / odds)
+    rows_by_measure = {"sensitivity": case, "specificity": ~case, "ppv": positive, "npv": ~positive}
+    return {name: _wilson_interval(int(correct[rows].sum()), int(rows.sum())) for name, rows in rows_by_measure.items()}
 
 
 def _predictive_value(same_kind: _Interval, other_kind: _Interval, odds: float) -> _Interval | None:
-    """Return a predictive value from the shares of both kinds predicted correctly, and the odds of this kind."""
+    """Return a predictive value from the shares of both kinds predicted correctly, and the odds of this kind.
+
+    Reference: Mercaldo, Lau and Zhou, Statistics in Medicine 26, 2007: the logit intervals, with half a patient added
+    where all predictions are correct. None without such predictions.
+    """
     if same_kind.value == 0 and other_kind.value == 1:
         return None
     a, b = ((p.value * p.n + 0.5) / (p.n + 1) if p.value in (0, 1) else p.value for p in (same_kind, other_kind))
     spread = sqrt((1 - a) / (a * same_kind.n) + b / ((1 - b) * other_kind.n))
-    low, high = (1 / (1 + exp(-(log(a / (1 - b) * odds) + sign * Z * spread))) for sign in (-1, 1))
+    low, high = (1 / (1 + exp(-(log(a / (1 - b) * odds) + sign * _Z * spread))) for sign in (-1, 1))
     value = same_kind.value * odds / (same_kind.value * odds + (1 - other_kind.value))
     return _Interval(value, min(low, value), max(high, value), same_kind.n + other_kind.n)
 
 
 def _delong_covariance(scores: _Floats, case: _Flags) -> tuple[_Floats, _Floats]:
-    """Return AUROCs float64[m] of m models on the same patients, and their covariance float64[m, m].
-
-    Args:
-        scores: float64[m, n].
-        case: bool[n], with at least two of both.
+    """Return AUROCs float64[m] of m models' scores float64[m, n] of the same patients, and their covariance.
 
     Reference: DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
         curves", Biometrics 44, 1988; by ranks as Sun and Xu, IEEE Signal Processing Letters 21, 2014.
@@ -154,31 +121,23 @@ def _auroc_interval(score: _Floats, case: _Flags) -> _Interval | None:
     """
     from scipy.special import expit, logit
 
-    if min(case.sum(), (~case).sum()) < 2:
+    pairs = int(min(case.sum(), (~case).sum()))
+    if pairs < 2:
         return None
     areas, covariance = _delong_covariance(score[None], case)
     area = float(areas[0])
     if area in (0, 1):
-        return _Interval(area, *share_interval(area, _count_disjoint_pairs(case)), len(case))
+        return _Interval(area, *share_interval(area, pairs), len(case))
     spread = sqrt(covariance[0, 0]) / (area * (1 - area))
-    low, high = (expit(logit(area) + sign * Z * spread) for sign in (-1, 1))
+    low, high = (expit(logit(area) + sign * _Z * spread) for sign in (-1, 1))
     return _Interval(area, float(low), float(high), len(case))
 
 
-def _count_disjoint_pairs(case: _Flags) -> int:
-    """Return the number of disjoint pairs of a case and another patient."""
-    return int(min(case.sum(), (~case).sum()))
-
-
 @dataclass(frozen=True)
-class _AreaDifference:
+class _AreaDifference(_Interval):
     """Difference of two models' AUROCs; p is two-sided, None where both rank all patients alike."""
 
-    value: float
-    low: float
-    high: float
     p: float | None
-    n: int
 
 
 def auroc_difference(scores: _Floats, baseline: _Floats, case: _Flags) -> _AreaDifference | None:
@@ -199,8 +158,8 @@ def auroc_difference(scores: _Floats, baseline: _Floats, case: _Flags) -> _AreaD
         return _difference_of_pairs(value, scores, baseline, case)
     sd = sqrt(variance)
     p = max(float(2 * norm.sf(abs(value) / sd)), np.finfo(float).tiny)  # no test gives 0
-    low, high = max(-1.0, value - Z * sd), min(1.0, value + Z * sd)
-    return _AreaDifference(value, low, high, p, len(case))
+    low, high = max(-1.0, value - _Z * sd), min(1.0, value + _Z * sd)
+    return _AreaDifference(value, low, high, len(case), p)
 
 
 def _difference_of_pairs(value: float, scores: _Floats, baseline: _Floats, case: _Flags) -> _AreaDifference:
@@ -212,16 +171,16 @@ def _difference_of_pairs(value: float, scores: _Floats, baseline: _Floats, case:
     from scipy.stats import binomtest
 
     if abs(value) <= _TOLERANCE:
-        return _AreaDifference(0.0, 0.0, 0.0, None, len(case))
+        return _AreaDifference(0.0, 0.0, 0.0, len(case), None)
     side = 1 if value > 0 else -1
     better, worse = (scores, baseline) if value > 0 else (baseline, scores)
     first, second = (np.sign(values[case][:, None] - values[~case]) / 2 for values in (better, worse))
-    max_difference, pairs = float((first - second).max()), _count_disjoint_pairs(case)
+    max_difference, pairs = float((first - second).max()), int(min(case.sum(), (~case).sum()))
     share = (1 + abs(value) / max_difference) / 2
     low, high = ((2 * end - 1) * max_difference for end in share_interval(share, pairs))
     p = float(binomtest(int(share * pairs + _TOLERANCE), pairs).pvalue)
     ends = sorted((side * low, side * high))
-    return _AreaDifference(value, min(ends[0], value), max(ends[1], value), p, len(case))
+    return _AreaDifference(value, min(ends[0], value), max(ends[1], value), len(case), p)
 
 
 def _fit_calibration(score: _Floats, case: _Flags) -> dict[str, _Interval] | None:
@@ -296,19 +255,20 @@ def describe_class(
     description: dict[str, object] = {"n": len(case), "cases": int(case.sum()), **at_point}
     sensitivity, specificity = at_point["sensitivity"], at_point["specificity"]
     if prevalence is not None and sensitivity and specificity:
-        at_prevalence = dict(zip(("ppv", "npv"), _predictive_values(sensitivity, specificity, prevalence), strict=True))
-        description["at_prevalence"] = {"prevalence": prevalence} | _dump_intervals(at_prevalence)
+        odds = prevalence / (1 - prevalence)
+        ppv = _predictive_value(sensitivity, specificity, odds)
+        npv = _predictive_value(specificity, sensitivity, 1 / odds)
+        description["at_prevalence"] = {"prevalence": prevalence, **_dump_intervals({"ppv": ppv, "npv": npv})}
     description["auroc"] = _auroc_interval(score, case)
     has_both = case.any() and not case.all()  # for cases only it is always 1
     description["auprc"] = float(average_precision_score(case, score)) if has_both else None
-    description["calibration"] = (
-        _dump_intervals(calibration) if (calibration := _fit_calibration(score, case)) else None
-    )
+    calibration = _fit_calibration(score, case)
+    description["calibration"] = calibration and _dump_intervals(calibration)
     return _dump_intervals(description)
 
 
 def describe_subgroups(
-    groups: Names, positive: _Flags, case: _Flags, score: _Floats, min_patients: int = MIN_SUBGROUP
+    groups: _Names, positive: _Flags, case: _Flags, score: _Floats, min_patients: int = MIN_SUBGROUP
 ) -> dict[str, dict[str, object] | None]:
     """Return sensitivity, specificity and AUROC by group, in order; None for a group of fewer than `min_patients`
     patients.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Mapping
 
 from wsi_fl.report import formatting
 from wsi_fl.report.figures import INK, MUTED, Chart, open_figure, render_svg
@@ -12,7 +11,17 @@ from wsi_fl.report.formatting import Json, format_number
 
 def build_clinical_section(document: Json, colors: Mapping[str, str]) -> dict[str, object]:
     """Return the values of the section."""
-    groups = _list_subgroups(document)
+    groups = [
+        {
+            "site": site["site"],
+            "class": name,
+            "group": group or "unknown",
+            "told": values and {k: _format_interval(v) if isinstance(v, Mapping) else v for k, v in values.items()},
+        }
+        for site in document["sites"]
+        for name, measures in site["classes"].items()
+        for group, values in (measures["subgroups"] or {}).items()
+    ]
     return {
         "cells": build_clinical_cells(document),
         "groups": [group for group in groups if group["told"]],
@@ -59,35 +68,22 @@ def _format_interval(value: Json | None) -> str:
     return f"{format_number(value['value'], 2)} ({format_number(value['low'], 2)}–{format_number(value['high'], 2)})"
 
 
-_Group = TypedDict("_Group", {"site": str, "class": str, "group": str, "told": Json | None})
-"""A subgroup of the patients of a site, and its measures as text."""
-
-
-def _list_subgroups(document: Json) -> list[_Group]:
-    return [
-        {
-            "site": site["site"],
-            "class": name,
-            "group": group or "unknown",
-            "told": values and {k: _format_interval(v) if isinstance(v, Mapping) else v for k, v in values.items()},
-        }
-        for site in document["sites"]
-        for name, measures in site["classes"].items()
-        for group, values in (measures["subgroups"] or {}).items()
-    ]
-
-
 def list_clinical_findings(document: Json) -> list[str]:
     """Return sentences on calibration, on the gain over local models, and on small classes."""
     sentences, small_classes = [], set()
     for site in document["sites"]:
         for name, measures in site["classes"].items():
             label = f"{site['site']}, {name}"
-            sentences += [
-                f"{label}: {sentence}."
-                for sentence in (_calibration_sentence(measures), _gain_over_local_sentence(measures))
-                if sentence
-            ]
+            slope, difference = (measures["calibration"] or {}).get("slope"), measures["over_local"]
+            if slope and (slope["high"] < 1 or slope["low"] > 1):
+                direction = "too extreme" if slope["high"] < 1 else "not extreme enough"
+                text = f"probabilities are {direction}, the slope is {_format_interval(slope)}"
+                sentences.append(f"{label}: {text}.")
+            if difference and difference["p"] is not None:
+                side = "above" if difference["value"] >= 0 else "below"
+                ends = " to ".join(formatting.format_signed(difference[end]) for end in ("low", "high"))
+                text = f"AUROC is {abs(difference['value']):.2f} {side} that of its local model ({ends})"
+                sentences.append(f"{label}: {text}.")
             if measures["cases"] < document["least"]:
                 small_classes.add(f"{measures['cases']} {name}")
     if small_classes:
@@ -98,28 +94,8 @@ def list_clinical_findings(document: Json) -> list[str]:
     return sentences
 
 
-def _calibration_sentence(measures: Json) -> str:
-    slope = (measures["calibration"] or {}).get("slope")
-    if not slope or not (slope["high"] < 1 or slope["low"] > 1):
-        return ""
-    direction = "too extreme" if slope["high"] < 1 else "not extreme enough"
-    return f"probabilities are {direction}, the slope is {_format_interval(slope)}"
-
-
-def _gain_over_local_sentence(measures: Json) -> str:
-    difference = measures["over_local"]
-    if not difference or difference["p"] is None:
-        return ""
-    side = "above" if difference["value"] >= 0 else "below"
-    interval_text = f"{formatting.format_signed(difference['low'])} to {formatting.format_signed(difference['high'])}"
-    return f"AUROC is {abs(difference['value']):.2f} {side} that of its local model ({interval_text})"
-
-
 def _decision_curves(document: Json, colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
-    """Return a decision curve for every class, with a line per site.
-
-    A site without a known net benefit, as of patients of one class at another prevalence, has no line.
-    """
+    """Return a decision curve for every class, with a line per site whose net benefit is known."""
     charts = []
     thresholds = document["thresholds"]
     for name in document["sites"][0]["classes"]:
@@ -140,16 +116,11 @@ def _decision_curves(document: Json, colors: Mapping[str, str]) -> list[tuple[st
             axes.set_xlim(0, 1)
             axes.set_xlabel("threshold probability", loc="right", labelpad=1)
             title = f"Net benefit, {name}"
-            alt = f"{title}: " + "; ".join(
-                _curve_text(site, net_benefit, thresholds) for site, net_benefit in lines.items()
-            )
+            positions = {t: thresholds.index(t) for t in (0.1, 0.25, 0.5) if t in thresholds}
+            values = {
+                site: ", ".join(f"{format_number(net_benefit[k], 2)} at {t:g}" for t, k in positions.items())
+                for site, net_benefit in lines.items()
+            }
+            alt = f"{title}: " + "; ".join(map(" ".join, values.items()))
             charts.append((title, Chart(render_svg(figure, title), alt)))
     return charts
-
-
-def _curve_text(site: str, benefit: Sequence[float], thresholds: Sequence[float]) -> str:
-    chosen_thresholds = (0.1, 0.25, 0.5)
-    values = [
-        f"{format_number(benefit[thresholds.index(t)], 2)} at {t:g}" for t in chosen_thresholds if t in thresholds
-    ]
-    return f"{site} {', '.join(values)}"

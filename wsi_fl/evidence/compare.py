@@ -14,20 +14,14 @@ import numpy as np
 import pandas as pd
 
 from wsi_fl.data.metrics import mean_and_sd, mean_of_available
-from wsi_fl.evidence import benefit_figure, comparison_findings, comparison_page
-from wsi_fl.evidence.benefit import BALANCED, Gain, compare_by_site, compare_over_all
-from wsi_fl.evidence.compare_runs import (
-    add_baseline,
-    baseline_pipeline,
-    find_differing_settings,
-    is_baseline,
-    resolve_runs,
-)
+from wsi_fl.evidence import benefit_figure, compare_runs, comparison_findings, comparison_page
+from wsi_fl.evidence.benefit import BALANCED, Gain, compare_by_site, measure_benefit
 from wsi_fl.evidence.comparison_findings import settings_words
 from wsi_fl.evidence.comparison_page import COMMUNICATION, ChartRow
 from wsi_fl.evidence.verdict import PairedTest, compare_pairs, holm_adjust
 from wsi_fl.federation.methods import LOCAL_METHOD
 from wsi_fl.report import formatting
+from wsi_fl.report.formatting import Json
 from wsi_fl.stages.evaluation.write_predictions import read_example_scores
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.site.example_kind import find_example_kind
@@ -47,7 +41,7 @@ _GUARANTEES = ("none", "nominal", "shared", "guaranteed")
 
 def compare_methods(
     study: Study, runs: Sequence[str], *, baseline: bool = True, watcher: Watcher | None = None
-) -> dict[str, Any]:
+) -> Json:
     """Compare finished runs on the same stores; return the document and write page, figure and table.
 
     A row is a method with or without DP and the settings in which the runs differ; runs with another seed, fold or
@@ -61,16 +55,14 @@ def compare_methods(
         WsiFlError: when a run is not finished, or was trained on other patches than the first.
     """
     watcher = watcher or SilentProgress()
-    selected = resolve_runs(study, runs)
+    selected = compare_runs.resolve_runs(study, runs)
     first = selected[0]
-    all_runs, notes = add_baseline(study, selected, train_missing=baseline, watcher=watcher)
+    all_runs, notes = compare_runs.add_baseline(study, selected, train_missing=baseline, watcher=watcher)
     evaluations = [_load_evaluation(study, run, watcher) for run in all_runs]
-    test_set = "merged" if all(e["merged"] is not None for e in evaluations) else "own"
-    if first.repetition.left_out is not None:
-        test_set = "left_out"
+    has_merged = all(evaluation["merged"] is not None for evaluation in evaluations)
+    test_set = "left_out" if first.repetition.left_out is not None else "merged" if has_merged else "own"
     if test_set == "own":
-        note = "each model is evaluated on its own site's test part"
-        notes.append(f"Not every run has a merged test set: {note}.")
+        notes.append("Not every run has a merged test set: each model is evaluated on its own site's test part.")
         notes += filter(None, [formatting.describe_part_classes(evaluations[0]["sites"])])
     if lost := sorted({site for run in all_runs for site in run.summary["lost"]}):
         notes.append(f"Dropped out during training in some run: {', '.join(lost)}.")
@@ -114,7 +106,10 @@ def compare_methods(
 def _write_files(folder: Path, document: Mapping[str, Any], rows: Sequence[_MethodRow], sites: Sequence[str]) -> None:
     """Write page, figures and table of a comparison."""
     scores = document["scores"]
-    series = [row.build_series(document["on"], scores[0], baseline=row.label == document["baseline"]) for row in rows]
+    series = [
+        row.build_series(described, document["on"], scores[0], baseline=row.label == document["baseline"])
+        for row, described in zip(rows, document["rows"], strict=True)
+    ]
     if document["benefit"]:
         write_bytes(folder / "benefit.png", benefit_figure.render_benefit_png(document["benefit"]))
     created = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
@@ -168,23 +163,20 @@ class _MethodRow:
     patient_scores: Mapping[str, pd.Series]
 
     @property
-    def name(self) -> str:
-        return f"{formatting.method_name(self.method)} {'with' if self.dp else 'without'} DP"
-
-    @property
     def label(self) -> str:
-        return ", ".join(filter(None, (self.name, settings_words(self.settings))))
+        name = f"{formatting.method_name(self.method)} {'with' if self.dp else 'without'} DP"
+        return ", ".join(filter(None, (name, settings_words(self.settings))))
 
     def is_local_baseline(self, first: FinishedRun) -> bool:
         """Return whether the row is the local baseline with the settings of the first run."""
-        return not self.runs or is_baseline(self.runs[0], first)
+        return not self.runs or compare_runs.is_baseline(self.runs[0], first)
 
     def summarize_metric(self, metric: str) -> dict[str, float | None]:
         """Return mean and standard deviation over all sites of all runs, and the number of values."""
         values = self.values[metric].dropna()
         return {**mean_and_sd([*values]), "n": len(values)}
 
-    def build_document(self, scores: Sequence[str]) -> dict[str, Any]:
+    def build_document(self, scores: Sequence[str]) -> Json:
         """Return the row of the ``--json`` document."""
         summaries = [run.summary for run in self.runs]
         sites = [site for summary in summaries for site in summary["sites"]]
@@ -193,6 +185,7 @@ class _MethodRow:
         epsilons = [site["epsilon"] for site in sites]
         private = self.dp and weakest != "none" and bool(epsilons) and None not in epsilons
         members = [run.repetition for run in self.runs]
+        durations = [summary["seconds"] / _count_rounds(summary) for summary in summaries]
         site_means = self.values.groupby("site", sort=False)[scores[0]].mean()
         return {
             "label": self.label,
@@ -208,17 +201,13 @@ class _MethodRow:
             "n_sites": max((len(summary["sites"]) for summary in summaries), default=None),
             **{metric: self.summarize_metric(metric) for metric in (*scores, f"own_{scores[0]}")},
             "sites": {site: None if np.isnan(mean) else mean for site, mean in site_means.items()},
-            "communication": self.mean_communication(),
-            "seconds_per_round": mean_of_available(
-                [summary["seconds"] / _count_rounds(summary) for summary in summaries]
-            ),
+            "communication": self._mean_communication(),
+            "seconds_per_round": mean_of_available(durations),
         }
 
-    def mean_communication(self) -> dict[str, float | None]:
-        """Return per round the mean messages and bytes of a site, the bytes of the busiest, and the seconds of the
-        slowest.
-
-        The busiest site is known only where the metrics of all sites are here.
+    def _mean_communication(self) -> dict[str, float | None]:
+        """Return per round the mean messages and bytes of a site, the bytes of the busiest if the metrics of all sites
+        are here, and the seconds of the slowest.
         """
         rows = []
         for run in self.runs:
@@ -229,29 +218,18 @@ class _MethodRow:
             rows[-1]["seconds"] = total["seconds"] / rounds
         return {kind: mean_of_available(row[kind] for row in rows) for kind in COMMUNICATION}
 
-    def build_series(self, on: str, score: str, *, baseline: bool) -> ChartRow:
-        """Return the row's values for charts."""
+    def build_series(self, row: Json, on: str, score: str, *, baseline: bool) -> ChartRow:
+        """Return the values of its row of the document for charts."""
         curves = [
             [(line["round"], value) for line in lines if (value := (line.get(on) or {}).get(score)) is not None]
             for run in self.runs
             for lines in _read_metrics(run)
         ]
-        summary, sent = self.summarize_metric(score), self.mean_communication()
-        return ChartRow(
-            label=self.name,
-            settings=settings_words(self.settings),
-            dp=self.dp,
-            baseline=baseline,
-            mean=summary["mean"],
-            sd=summary["sd"],
-            values={seed: [*values] for seed, values in self.values.dropna(subset=score).groupby("seed")[score]},
-            curves=[points for points in curves if points],
-            sent_bytes=sent["bytes"],
-            busiest_bytes=sent["busiest_bytes"],
-        )
+        values = {seed: [*values] for seed, values in self.values.dropna(subset=score).groupby("seed")[score]}
+        return ChartRow(row, baseline, row[score], values, [points for points in curves if points])
 
 
-def _read_metrics(run: FinishedRun) -> list[list[dict[str, Any]]]:
+def _read_metrics(run: FinishedRun) -> list[Sequence[Json]]:
     """Return the lines of `metrics.jsonl` of each site."""
     return [run.folder.site_folder(site["site"]).read_metrics() for site in run.summary["sites"]]
 
@@ -264,21 +242,20 @@ def _group_runs(
     runs: Sequence[FinishedRun], evaluations: Sequence[Mapping[str, Any]], on: str, first: FinishedRun
 ) -> list[_MethodRow]:
     """Return runs grouped into rows, with an empty row for a missing baseline."""
-    keys = find_differing_settings(runs)
+    keys = compare_runs.find_differing_settings(runs)
     groups: dict[tuple[str, bool, str], list[tuple[FinishedRun, Mapping[str, Any]]]] = {}
     for run, evaluation in sorted(zip(runs, evaluations, strict=True), key=lambda pair: pair[0].repetition.sort_key):
         settings = {key: run.settings[key] for key in keys if key in run.settings}
         groups.setdefault((run.method, run.dp, settings_words(settings)), []).append((run, evaluation))
-    rows = []
+    rows, test_sets = [], ("merged", "own") if first.pipeline.train.folds else ()
     for (method, dp, _), members in groups.items():
         row_runs = [run for run, _ in members]
         settings = {key: row_runs[0].settings[key] for key in keys if key in row_runs[0].settings}
         values = pd.DataFrame([line for member in members for line in _list_values(*member, on)])
-        has_folds = first.pipeline.train.folds
-        patient_scores = {name: _score_by_patient(row_runs, name) for name in ("merged", "own") if has_folds}
+        patient_scores = {name: _score_by_patient(row_runs, name) for name in test_sets}
         rows.append(_MethodRow(method, dp, settings, row_runs, values, patient_scores))
     if not any(row.is_local_baseline(first) for row in rows):
-        local_settings = effective_settings(LOCAL_METHOD, baseline_pipeline(first.pipeline))
+        local_settings = effective_settings(LOCAL_METHOD, compare_runs.baseline_pipeline(first.pipeline))
         settings = {key: local_settings[key] for key in keys if key in local_settings}
         empty = _MethodRow(LOCAL_METHOD, False, settings, (), rows[0].values[:0], {})
         for row in rows:
@@ -300,7 +277,7 @@ def _score_by_patient(runs: Sequence[FinishedRun], test_set: str) -> pd.Series:
     return pd.DataFrame(scores, columns=["patient", "value"]).groupby("patient", sort=False)["value"].mean()
 
 
-def _list_values(run: FinishedRun, evaluation: Mapping[str, Any], on: str) -> Iterator[dict[str, Any]]:
+def _list_values(run: FinishedRun, evaluation: Mapping[str, Any], on: str) -> Iterator[Json]:
     """Yield the metrics of a run: of each site's model, or the mean over models on the left-out site."""
     scores, member = evaluation["scores"], {"seed": run.seed, "repetition": str(run.repetition)}
     local_key = f"own_{scores[0]}"
@@ -316,38 +293,34 @@ def _list_values(run: FinishedRun, evaluation: Mapping[str, Any], on: str) -> It
 
 
 class _RowTest(PairedTest):
-    """A paired test of two rows."""
+    """A paired test of two rows; `p_holm` is corrected for the number of tests of the metric."""
 
     a: str
     b: str
     metric: str
     unit: str
-
-
-class _CorrectedTest(_RowTest):
     p_holm: float | None
 
 
 def _test_pairs(
     rows: Sequence[_MethodRow], reference: str, baseline_label: str, metrics: Sequence[str], on: str
-) -> list[_CorrectedTest]:
+) -> list[_RowTest]:
     """Test every row against the baseline and the reference, with Holm's correction by metric."""
     by_label = {row.label: row for row in rows}
     pairs = [(a, b) for b in dict.fromkeys((baseline_label, reference)) for a in by_label if a != b]
     pairs = [(a, b) for a, b in pairs if (a, b) != (baseline_label, reference)]  # the reverse pair is included
-    tests: list[_CorrectedTest] = []
+    tests: list[_RowTest] = []
     for metric in metrics:
         family = [test for a, b in pairs if (test := _test_pair(by_label[a], by_label[b], metric, on))]
-        corrected = holm_adjust([test["p"] for test in family])
-        tests += [{**test, "p_holm": p} for test, p in zip(family, corrected, strict=True)]
+        for test, p in zip(family, holm_adjust([test["p"] for test in family]), strict=True):
+            tests.append({**test, "p_holm": p})
     return tests
 
 
 def _test_pair(a: _MethodRow, b: _MethodRow, metric: str, on: str) -> _RowTest | None:
-    """Return the paired test of two rows; None without any pair.
+    """Return the paired test of two rows by seed, patient, fold or site; None without any pair.
 
-    Pairs are seeds; with too few common seeds patients or folds of a cross-validation, else sites. A pair uses only
-    sites of both rows, since one may have dropped out.
+    A pair uses only sites of both rows, since one may have dropped out.
     """
     common = sorted({run.seed for run in a.runs} & {run.seed for run in b.runs})
     test_set = {"accuracy": on, "own_accuracy": "own"}.get(metric, "")
@@ -369,20 +342,17 @@ def _test_pair(a: _MethodRow, b: _MethodRow, metric: str, on: str) -> _RowTest |
     if pairs.empty:
         return None
     result = compare_pairs(*pairs.to_numpy(float).T)
-    test: _RowTest = {"a": a.label, "b": b.label, "metric": metric, **result, "unit": unit}
-    return test
+    return {"a": a.label, "b": b.label, "metric": metric, **result, "unit": unit, "p_holm": None}
 
 
 def _measure_benefit(
     rows: Sequence[_MethodRow], first: FinishedRun, on: str
-) -> tuple[dict[str, Any] | None, dict[str, Gain]]:
+) -> tuple[dict[str, object] | None, dict[str, Gain]]:
     """Return the benefit of federation: each site's score with three models, and the gain over all sites by federated
     row.
 
-    None and {} without a federated method, or with a left-out site. *Alone* is the baseline of local models without DP,
-    *joined* the first federated row, *pooled* a model of all data, preferably without DP. Values are means over seeds;
-    the gain is over common seeds, with an interval over seeds and patients. The headroom is the share of the gap to
-    pooled data that is closed; `verdict` is the recommendation for the hospital.
+    None and {} without a federated method, or with a left-out site. `local` is the baseline of local models without DP,
+    `federated` the row of the first run or the first such row, `pooled` a model of all data, preferably without DP.
     """
     rows_with_runs = [row for row in rows if row.runs]
     local_rows = [row for row in rows_with_runs if row.is_local_baseline(first)]
@@ -393,40 +363,35 @@ def _measure_benefit(
     federated_row = min(federated, key=lambda row: first not in row.runs)
     references = {"local": local_rows[0]} | ({"pooled": pooled[0]} if pooled else {})
     reference_runs = {kind: row.runs for kind, row in references.items()}
-    gains = {row.label: compare_over_all(reference_runs | {"federated": row.runs}, on) for row in federated}
+    gains = {row.label: measure_benefit(reference_runs | {"federated": row.runs}, on) for row in federated}
     measure, by_site = compare_by_site(reference_runs | {"federated": federated_row.runs}, on)
+    sites = []
+    for name, gain in by_site.items():
+        costs = [site for run in federated_row.runs for site in run.summary["sites"] if site["site"] == name]
+        epsilon = max((cost["epsilon"] for cost in costs if cost["epsilon"] is not None), default=None)
+        sites.append({"site": name, **gain, "epsilon": epsilon, "guarantee": costs[0]["guarantee"]})
     return {
         "local": local_rows[0].label,
         "federated": federated_row.label,
         "pooled": pooled[0].label if pooled else None,
         "on": on,
         "measure": measure,
-        "sites": [
-            {"site": name, **site_gain, **_largest_epsilon(federated_row, name)} for name, site_gain in by_site.items()
-        ],
+        "sites": sites,
         "all": gains[federated_row.label],
     }, gains
 
 
-def _largest_epsilon(row: _MethodRow, name: str) -> dict[str, float | str | None]:
-    """Return the largest ε of a site over the runs, and its guarantee level."""
-    site_rows = [site for run in row.runs for site in run.summary["sites"] if site["site"] == name]
-    epsilons = [site["epsilon"] for site in site_rows if site["epsilon"] is not None]
-    return {"epsilon": max(epsilons, default=None), "guarantee": site_rows[0]["guarantee"] if site_rows else "none"}
-
-
-def render_comparison_lines(document: dict[str, Any]) -> Lines:
+def render_comparison_lines(document: Json) -> Lines:
     """Yield a row per method, then findings and notes."""
     names = [formatting.SHORT_SCORES.get(name, formatting.SCORES[name].lower()) for name in document["scores"]]
     rows = []
     for row in document["rows"]:
-        epsilon_text = "–" if row["epsilon"] is None else f"{row['epsilon']:.1f} {row['guarantee']}"
+        epsilon_text = formatting.DASH if row["epsilon"] is None else f"{row['epsilon']:.1f} {row['guarantee']}"
         numbers = (formatting.format_spread(row[metric], 2) for metric in document["scores"])
         parts = len(row["folds"]) or len(row["left_out"])
         repeats = f"{len(row['seeds'])}" + (f" × {parts}" if parts else "")
-        rows.append(
-            [row["label"], repeats, *numbers, epsilon_text, formatting.format_size(row["communication"]["bytes"])]
-        )
+        sent = formatting.format_size(row["communication"]["bytes"])
+        rows.append([row["label"], repeats, *numbers, epsilon_text, sent])
     repeats_text = f"mean ± sd over {comparison_findings.repetition_words(document['rows'])}"
     title = f"models {comparison_findings.TEST_SET_WORDS[document['on']]}, {repeats_text}"
     yield TextTable(title, ["method", "seeds", *names, "ε", "sent"], rows)
@@ -435,9 +400,7 @@ def render_comparison_lines(document: dict[str, Any]) -> Lines:
         method_note = f" ({document['benefit']['federated']})" if several else ""
         for name, row in benefit_figure.list_benefit_rows(document["benefit"]):
             gain, verdict = benefit_figure.gain_words(row), benefit_figure.verdict_words(row, name)
-            yield TextLine(
-                f"  {name}: {gain} by federation{method_note}; {verdict}" if verdict else f"  {name}: {gain}"
-            )
+            yield TextLine(f"  {name}: {gain}" + (f" by federation{method_note}; {verdict}" if verdict else ""))
     yield from (TextLine(finding["text"]) for finding in document["findings"])
     yield from (TextLine(note, "dim") for note in document["notes"])
     yield TextLine(document["page"])

@@ -111,11 +111,9 @@ def add_baseline(
     """
     first, runs = selected[0], list(selected)
     baseline_members = {run.repetition for run in selected if is_baseline(run, first)}
-    references = {run.repetition: run for run in sorted(selected, key=lambda run: run.repetition.sort_key)}
+    others = (run for run in selected if run.repetition not in baseline_members)
     missing = []
-    for repetition, run in references.items():
-        if repetition in baseline_members:
-            continue
+    for run in {run.repetition: run for run in sorted(others, key=lambda run: run.repetition.sort_key)}.values():
         reference = replace(first, pipeline=_pipeline_like(study, first.pipeline, run), inputs=run.inputs)
         pipeline = baseline_pipeline(reference.pipeline)
         if existing_run := find_finished_run(study, LOCAL_METHOD, pipeline, reference.inputs):
@@ -127,10 +125,10 @@ def add_baseline(
     subject = f"The baseline of {_format_members(missing)}"
     problem = "" if train_missing else "not asked for"
     if problem := problem or next(filter(None, (_explain_untrainable(study, reference) for reference in missing)), ""):
-        others = f", and likewise for {_format_members(missing[1:])}" if missing[1:] else ""
+        more = f", and likewise for {_format_members(missing[1:])}" if missing[1:] else ""
         command = _training_command(*_training_recipe(study, missing[0]))
         return runs, [
-            f"{subject} was not trained ({problem}): `{command}` trains that of {_format_members(missing[:1])}{others}."
+            f"{subject} was not trained ({problem}): `{command}` trains that of {_format_members(missing[:1])}{more}."
         ]
     trained = [
         _train_baseline(study, reference, NestedProgress(watcher, k, len(missing)))

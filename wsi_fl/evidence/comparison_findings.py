@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wsi_fl.evidence import benefit_figure
+from wsi_fl.evidence.benefit import describe_benefit
+from wsi_fl.evidence.benefit_figure import gain_words
 from wsi_fl.evidence.verdict import Estimate, decide_verdict, estimate_from_repetitions
 from wsi_fl.report import formatting
 from wsi_fl.report.formatting import Finding, Json, format_number, is_number
@@ -55,16 +56,13 @@ def list_comparison_findings(
     measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'}{folds})"
     baseline_gain = next((gain for gain in (gains or {}).values() if gain.get("local")), {"local": local_row[metric]})
     measure_text = f" in {baseline_gain['measure']} over all test {examples}" if "measure" in baseline_gain else ""
-    baseline_sentence = f"A{LOCAL_BASELINE[1:]} reaches {format_number(baseline_gain['local']['mean'], 2)}"
-    baseline_sentence += f"{measure_text} {measured}."
+    reached = f"reaches {format_number(baseline_gain['local']['mean'], 2)}{measure_text} {measured}"
     mean_text = f" as a mean over {repetition_words(rows)}" if measure_text else ""
     tests_by_row = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
     known_gain = next((gain for gain in (gains or {}).values() if gain["pooled_gain"]), None)
     pooled = next((row["label"] for row in rows if formatting.is_pooled(row["method"]) and not row["dp"]), None)
-    return [Finding("unclear", baseline_sentence)] + [
-        benefit_figure.build_benefit_finding(
-            gain, _score_text(row, gain.get("federated") or row[metric]), LOCAL_BASELINE
-        )
+    return [Finding("unclear", f"A{LOCAL_BASELINE[1:]} {reached}.")] + [
+        describe_benefit(gain, _score_text(row, gain.get("federated") or row[metric]), LOCAL_BASELINE)
         if (gain := (gains or {}).get(row["label"]))
         else _local_comparison(row, test, known_gain if row["label"] == pooled else None, mean_text)
         for row in rows
@@ -75,11 +73,8 @@ def list_comparison_findings(
 def _local_comparison(row: Json, test: Json, pooled_gain: Json | None, mean_text: str) -> Finding:
     """Return a method's difference from the local baseline, where the benefit by patient is unknown.
 
-    The verdict then needs repetitions with other seeds; pairs of sites or folds of one run do not suffice.
-
-    Args:
-        pooled_gain: benefit of federation, where this method pools all data: it holds the pooled score and gain.
-        mean_text: the repetitions of its mean, where those of the baseline differ.
+    The verdict then needs repetitions with other seeds; pairs of sites or folds of one run do not suffice. Where the
+    method pools all data, `pooled_gain` holds its score and gain.
     """
     d = test["difference"]
     score_text = f"{_score_text(row, row[test['metric']])}{mean_text}"
@@ -88,35 +83,28 @@ def _local_comparison(row: Json, test: Json, pooled_gain: Json | None, mean_text
         gain_text = f"{distance} {LOCAL_BASELINE} ({format_p_value(test['p_holm'])} over {count_pairs(test)})"
         if pooled_gain:
             score_text = _score_text(row, pooled_gain["pooled"])
-            gain_text = f"{benefit_figure.gain_words({'gain': pooled_gain['pooled_gain']})} over {LOCAL_BASELINE}"
+            gain_text = f"{gain_words({'gain': pooled_gain['pooled_gain']})} over {LOCAL_BASELINE}"
         meaning = "; this is what its noise costs" if row["dp"] else ""
         meaning = "; privacy forbids pooling the data" if formatting.is_pooled(row["method"]) else meaning
         return Finding("unclear", f"{score_text}, {gain_text}{meaning}.")
     gain = estimate_from_repetitions(d, test["sd"], test["n"]) if test["unit"] == "seed" else Estimate(d, None, None)
-    return benefit_figure.build_benefit_finding(
-        {"gain": gain.build_document(), "verdict": decide_verdict(gain, None)}, score_text, LOCAL_BASELINE
-    )
+    row_gain = {"gain": gain.build_document(), "verdict": decide_verdict(gain, None)}
+    return describe_benefit(row_gain, score_text, LOCAL_BASELINE)
 
 
 def count_pairs(test: Json) -> str:
     return f"{test['n']} {test['unit']}{'' if test['n'] == 1 else 's'}"
 
 
-def _subject_of_row(row: Json) -> str:
-    """Return a row as the subject of a sentence."""
-    if formatting.is_federated(row["method"]):
-        return str(row["label"])
-    name = "A model of pooled data" if formatting.is_pooled(row["method"]) else "A local model"
-    with_dp = f"{name} {'with' if row['dp'] else 'without'} DP"
-    return ", ".join(filter(None, (with_dp, settings_words(row["settings"]))))
-
-
 def _score_text(row: Json, value: Json) -> str:
-    return f"{_subject_of_row(row)} reaches {format_number(value['mean'], 2)}{_epsilon_text(row)}"
-
-
-def _epsilon_text(row: Json) -> str:
-    return f" (ε {row['guarantee']} {format_number(row['epsilon'], 1)})" if is_number(row["epsilon"]) else ""
+    """Return a row and its score as the beginning of a sentence."""
+    subject = row["label"]
+    if not formatting.is_federated(row["method"]):
+        name = "A model of pooled data" if formatting.is_pooled(row["method"]) else "A local model"
+        with_dp = f"{name} {'with' if row['dp'] else 'without'} DP"
+        subject = ", ".join(filter(None, (with_dp, settings_words(row["settings"]))))
+    text = f"{subject} reaches {format_number(value['mean'], 2)}"
+    return f"{text} (ε {row['guarantee']} {format_number(row['epsilon'], 1)})" if is_number(row["epsilon"]) else text
 
 
 def format_p_value(p: float | None) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from wsi_fl.evidence import benefit_figure
-from wsi_fl.evidence.comparison_findings import (
-    TEST_SET_WORDS,
-    count_pairs,
-    format_p_value,
-    repetition_words,
-    settings_words,
-)
+from wsi_fl.evidence import benefit_figure, comparison_findings
 from wsi_fl.report import figures, formatting
 from wsi_fl.report.figures import Chart
 from wsi_fl.report.formatting import Json, format_number, is_number
@@ -57,18 +50,18 @@ def render_comparison_page(document: Json, series: Sequence[ChartRow], *, create
     context = {
         "document": document,
         "title": f"{len(document['rows'])} method{'s'[: len(document['rows']) > 1]} on the same {document['examples']}",
-        "where": TEST_SET_WORDS[document["on"]],
-        "over": repetition_words(document["rows"]),
+        "where": comparison_findings.TEST_SET_WORDS[document["on"]],
+        "over": comparison_findings.repetition_words(document["rows"]),
         "measure": gains["measure"] if gains else first.lower(),
         "own": local_score,
-        "legend": [(_color_name(k, series), row.full_label) for k, row in enumerate(series)],
+        "legend": [(_color_name(k, series), row.label) for k, row in enumerate(series)],
         "more_than_colors": sum(not row.baseline for row in series) > figures.N_COLORS,
         "charts": _build_charts(series, first),
         "worth": benefit_figure.plot_benefit(gains) if gains else None,
         "gains": benefit_figure.list_benefit_rows(gains) if gains else [],
         "said": benefit_figure,
-        "settings_words": settings_words,
-        "p_value": format_p_value,
+        "settings_words": comparison_findings.settings_words,
+        "p_value": comparison_findings.format_p_value,
         "metrics": metrics,
         "tested": metrics | ({local_score: "Own part"} if document["on"] == "merged" else {}),
         "differences": _group_tests(document["paired"]),
@@ -91,7 +84,7 @@ def _group_tests(tests: Sequence[Json]) -> list[dict[str, object]]:
             "a": a,
             "b": b,
             "tests": {test["metric"]: test for test in group},
-            "n": ", ".join(dict.fromkeys(map(count_pairs, group))),
+            "n": ", ".join(dict.fromkeys(map(comparison_findings.count_pairs, group))),
         }
         for (a, b), group in groups.items()
     ]
@@ -114,28 +107,22 @@ class ChartRow:
     """The values of a comparison's row for charts.
 
     Attributes:
-        settings: distinguish the row from others of its method; a second line below the label.
-        values: by seed, one accuracy per site.
-        curves: (round, accuracy) of every site of every run.
-        sent_bytes: per round and site.
-        busiest_bytes: per round, of the site that sends most.
+        row: of the document.
+        baseline: whether it is the local baseline.
+        score: mean and standard deviation (sd) of the first score.
+        values: by seed, one score per site.
+        curves: (round, score) of every site of every run.
     """
 
-    label: str
-    settings: str
-    dp: bool
+    row: Json
     baseline: bool
-    mean: float | None
-    sd: float | None
-    values: Mapping[int, Sequence[float]] = field(default_factory=dict)
-    curves: Sequence[figures.Points] = ()
-    sent_bytes: float | None = None
-    busiest_bytes: float | None = None
+    score: Json
+    values: Mapping[int, Sequence[float]]
+    curves: Sequence[figures.Points]
 
     @property
-    def full_label(self) -> str:
-        """The label and the settings in one line."""
-        return ", ".join(filter(None, (self.label, self.settings)))
+    def label(self) -> str:
+        return str(self.row["label"])
 
     @cached_property
     def mean_band(self) -> list[tuple[float, float, float]]:
@@ -144,10 +131,11 @@ class ChartRow:
 
     @cached_property
     def label_lines(self) -> list[str]:
-        """The label, followed by the settings without their sections."""
-        settings = re.sub(r"\b\w+\.(\w+=)", r"\1", self.settings)
-        wrapped = textwrap.wrap(settings, _LABEL_WIDTH, break_long_words=False, break_on_hyphens=False)
-        return [figures.shorten_label(line, _LABEL_WIDTH) for line in (self.label, *wrapped)]
+        """The method, followed by the settings without their sections."""
+        words = comparison_findings.settings_words(self.row["settings"])
+        short = re.sub(r"\b\w+\.(\w+=)", r"\1", words)
+        wrapped = textwrap.wrap(short, _LABEL_WIDTH, break_long_words=False, break_on_hyphens=False)
+        return [figures.shorten_label(line, _LABEL_WIDTH) for line in (self.label.removesuffix(f", {words}"), *wrapped)]
 
 
 _Draw = Callable[[Axes, Sequence[ChartRow], Mapping[str, str]], None]
@@ -164,34 +152,32 @@ def _color_name(position: int, series: Sequence[ChartRow]) -> str:
 
 def _build_charts(series: Sequence[ChartRow], title: str) -> list[tuple[str, str, Chart]]:
     """Return (title, explanation, chart) of known values: accuracies, accuracy over rounds, bytes."""
-    figure_size = {"height_in": _height_in(series), "left_in": _margin_in(series)}
-    means = [(row, {"mean": row.mean, "sd": row.sd}) for row in series if row.mean is not None]
-    bands = [(row, row.mean_band[-1][1]) for row in series if row.mean_band]
-    sent = [(row, row.sent_bytes) for row in series if row.sent_bytes is not None]
+    size = {"height_in": _height_in(series), "left_in": _margin_in(series)}
+    spreads = {row.label: formatting.format_spread(row.score) for row in series if row.score["mean"] is not None}
+    ends = {row.label: f"ends at {format_number(row.mean_band[-1][1])}" for row in series if row.mean_band}
+    sent = {row.label: row.row["communication"]["bytes"] for row in series}
+    sizes = {label: formatting.format_size(n_bytes) for label, n_bytes in sent.items() if n_bytes is not None}
     charts = []
-    if means:
-        values_text = "; ".join(f"{row.full_label} {formatting.format_spread(value)}" for row, value in means)
+    if spreads:
         text = "Small dots: every site of every run. Circle and bar: mean ± standard deviation; hollow without DP."
-        alt = f"{title}, mean ± standard deviation over sites and seeds: {values_text}."
-        charts.append((title, text, _build_chart(_draw_scores, series, alt, **figure_size)))
-    if bands:
-        values_text = "; ".join(f"{row.full_label} ends at {format_number(value)}" for row, value in bands)
+        alt = f"{title}, mean ± standard deviation over sites and seeds"
+        charts.append((title, text, _build_chart(_draw_scores, series, alt, spreads, **size)))
+    if ends:
         text = "Mean over sites and seeds; the band is one standard deviation wide to either side."
-        charts.append(
-            (f"{title} by round", text, _build_chart(_draw_curves, series, f"{title} by round: {values_text}."))
-        )
-    if any(n_bytes for _, n_bytes in sent):
-        values_text = "; ".join(f"{row.full_label} {formatting.format_size(n_bytes)}" for row, n_bytes in sent)
-        text = "Bar: mean over sites. Diamond: the site that sends most."
-        alt = f"Sent per round and site: {values_text}."
-        charts.append(("Sent per round and site", text, _build_chart(_draw_bytes, series, alt, **figure_size)))
+        charts.append((f"{title} by round", text, _build_chart(_draw_curves, series, f"{title} by round", ends)))
+    if any(sent.values()):
+        text, heading = "Bar: mean over sites. Diamond: the site that sends most.", "Sent per round and site"
+        charts.append((heading, text, _build_chart(_draw_bytes, series, heading, sizes, **size)))
     return charts
 
 
-def _build_chart(draw: _Draw, series: Sequence[ChartRow], alt: str, **size: float) -> Chart:
+def _build_chart(
+    draw: _Draw, series: Sequence[ChartRow], title: str, values: Mapping[str, str], **size: float
+) -> Chart:
     with figures.open_figure(**size) as (figure, axes):
         draw(axes, series, figures.TOKENS)
-        return Chart(figures.render_svg(figure, alt.split(":", maxsplit=1)[0]), alt)
+        values_text = "; ".join(f"{label} {value}" for label, value in values.items())
+        return Chart(figures.render_svg(figure, title), f"{title}: {values_text}.")
 
 
 def render_comparison_png(series: Sequence[ChartRow], score_title: str) -> bytes:
@@ -214,7 +200,7 @@ def render_comparison_png(series: Sequence[ChartRow], score_title: str) -> bytes
             if draw is _draw_bytes:  # its rows are named on the left
                 axes.set_yticks(range(len(series)), [""] * len(series))
             elif draw is _draw_curves and axes.lines:
-                if len(series) <= _MAX_LEGEND_ROWS and all(len(row.full_label) <= 1.6 * _LABEL_WIDTH for row in series):
+                if len(series) <= _MAX_LEGEND_ROWS and all(len(row.label) <= 1.6 * _LABEL_WIDTH for row in series):
                     axes.legend(frameon=False, fontsize=8, handlelength=1.4, labelspacing=0.3)
                 else:  # no room for a legend
                     color = figures.load_palette()["muted"]
@@ -232,25 +218,23 @@ def _draw_scores(axes: Axes, series: Sequence[ChartRow], colors: Mapping[str, st
             offset = _DOT_SPREAD * (2 * (k + 1) / (len(seeds) + 1) - 1)
             values = row.values[seed]
             axes.plot(values, np.full(len(values), y + offset), "o", color=color, ms=3.2, mew=0, alpha=0.5)
-        if row.mean is None:
+        mean, sd = row.score["mean"], row.score["sd"]
+        if mean is None:
             continue
         if row.baseline:
-            axes.axvline(row.mean, color=colors["ink"], lw=1.1, ls=(0, (4, 3)), zorder=1)
-            baseline_mean = row.mean
-        fill = color if row.dp else colors["paper"]
-        figures.draw_mark(axes, row.mean, y, [row.sd or 0] * 2, color, fill=fill)
+            axes.axvline(mean, color=colors["ink"], lw=1.1, ls=(0, (4, 3)), zorder=1)
+            baseline_mean = mean
+        fill = color if row.row["dp"] else colors["paper"]
+        figures.draw_mark(axes, mean, y, [sd or 0] * 2, color, fill=fill)
     _name_rows(axes, series, colors)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.margins(x=0.08)
     if baseline_mean is not None:
         is_right_half = baseline_mean > float(np.mean(axes.get_xlim()))
-        text_options: dict[str, Any] = {
-            "ha": "right" if is_right_half else "left",
-            "va": "top",
-            "textcoords": "offset points",
-        }
-        text_position = (baseline_mean, _AXIS_TOP), (-5 if is_right_half else 5, -3)
-        axes.annotate("local, no DP", *text_position, fontsize=8.5, color=colors["muted"], **text_options)
+        axes.annotate(
+            "local, no DP", (baseline_mean, _AXIS_TOP), (-5 if is_right_half else 5, -3), textcoords="offset points",
+            ha="right" if is_right_half else "left", va="top", fontsize=8.5, color=colors["muted"],
+        )  # fmt: skip
 
 
 def _draw_curves(axes: Axes, series: Sequence[ChartRow], colors: Mapping[str, str]) -> None:
@@ -263,31 +247,31 @@ def _draw_curves(axes: Axes, series: Sequence[ChartRow], colors: Mapping[str, st
         axes.fill_between(rounds, mean - sd, mean + sd, color=color, alpha=0.13, lw=0)
         axes.plot(
             rounds, mean, color=color, lw=1.8, ls=(0, (4, 2)) if row.baseline else "-",
-            label=None if color == colors["muted"] else row.full_label, marker="o" if len(rounds) < 4 else None, ms=3.5,
+            label=None if color == colors["muted"] else row.label, marker="o" if len(rounds) < 4 else None, ms=3.5,
         )  # fmt: skip
     figures.format_round_axis(axes, {str(k): [(r, m) for r, m, _ in row.mean_band] for k, row in enumerate(series)})
 
 
 def _draw_bytes(axes: Axes, series: Sequence[ChartRow], colors: Mapping[str, str]) -> None:
     """Draw a bar per method of the bytes per site and round, and a diamond where one site sends more than others."""
-    top = max([b for row in series for b in (row.sent_bytes, row.busiest_bytes) if b], default=1.0)
+    sent = [(row.row["communication"]["bytes"], row.row["communication"]["busiest_bytes"]) for row in series]
+    top = max([n_bytes for pair in sent for n_bytes in pair if n_bytes], default=1.0)
     power = next(p for p in (9, 6, 3, 0) if top >= 10**p or p == 0)
     unit = {9: "GB", 6: "MB", 3: "kB", 0: "B"}[power]
-    for y, row in enumerate(series):
-        if row.sent_bytes is None:
+    write = partial(axes.annotate, textcoords="offset points", fontsize=8.5, color=colors["muted"])
+    for y, (mean, busiest) in enumerate(sent):
+        if mean is None:
             continue
         color = colors[_color_name(y, series)]
-        value = row.sent_bytes / 10**power
-        axes.barh(y, value, height=0.42, color=color, alpha=0.85)
-        text = formatting.format_size(row.sent_bytes) if row.sent_bytes else "nothing"
-        text_options: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "color": colors["muted"]}
-        if row.busiest_bytes and row.busiest_bytes > 1.01 * row.sent_bytes:
-            end = row.busiest_bytes / 10**power
+        axes.barh(y, mean / 10**power, height=0.42, color=color, alpha=0.85)
+        text = formatting.format_size(mean) if mean else "nothing"
+        if busiest and busiest > 1.01 * mean:
+            end = busiest / 10**power
             axes.plot(end, y, "D", color=color, mfc=colors["paper"], ms=5, mew=1.4)
-            axes.annotate(formatting.format_size(row.busiest_bytes), (end, y), (7, 0), va="center", **text_options)
-            axes.annotate(text, (0, y - 0.21), (3, 1), va="bottom", **text_options)
+            write(formatting.format_size(busiest), (end, y), (7, 0), va="center")
+            write(text, (0, y - 0.21), (3, 1), va="bottom")
         else:
-            axes.annotate(text, (value, y), (7, 0), va="center", **text_options)
+            write(text, (mean / 10**power, y), (7, 0), va="center")
     _name_rows(axes, series, colors)
     axes.set_xlim(0, 1.4 * top / 10**power)  # room for the numbers
     axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 from zlib import error as ZlibError
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.data.cohort import Cohort
 from wsi_fl.slides.layouts.common import TableRow, match_slide_name, read_rows, suggest_decimal_point
 from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
 from wsi_fl.stores.bag_store import BagStore
@@ -29,32 +29,12 @@ _MAX_NAMED_SLIDES = 5
 """Largest number of excluded slides named in a message; the others are counted."""
 
 
-@dataclass(frozen=True)
-class FeatureTable:
-    """Rows of features with labels.
+class FeatureTable(NamedTuple):
+    """Rows of features with labels, indices of `classes`; patients are "" where unknown."""
 
-    Attributes:
-        x: float32[n, d].
-        y: int64[n], indices of `classes`.
-        patient: str[n]; "" where unknown.
-        excluded: excluded slides of a folder.
-    """
-
-    x: NDArray[np.float32]
-    y: NDArray[np.int64]
-    patient: NDArray[np.str_]
+    rows: Cohort
     classes: tuple[str, ...]
     excluded: tuple[ExcludedSlide, ...] = ()
-
-    def select_rows(self, rows: NDArray[np.int64]) -> FeatureTable:
-        """Return a table of some rows."""
-        return FeatureTable(self.x[rows], self.y[rows], self.patient[rows], self.classes)
-
-
-def join_tables(parts: Sequence[FeatureTable]) -> FeatureTable:
-    """Return the concatenated rows of tables of the same classes."""
-    x, y, patient = (np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y", "patient"))
-    return FeatureTable(x, y, patient, parts[0].classes)
 
 
 def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
@@ -92,19 +72,14 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
     counts = Counter(name.casefold() for name in names)
     if duplicates := [name for name in names if counts[name.casefold()] > 1]:
         raise UsageError(f"{labels or path}: labels {', '.join(duplicates)} differ in case only; write them alike")
-    rows = x.astype(np.float32), numbers.astype(np.int64), patient.astype(np.str_)
-    return FeatureTable(*rows, names, tuple(excluded))
+    return FeatureTable(Cohort.from_arrays(x.astype(np.float32), numbers, patient.tolist()), names, tuple(excluded))
 
 
 _TableColumns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
 def _require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any]) -> None:
-    """Refuse features that are no finite numbers, and labels and patients of another length.
-
-    Raises:
-        UsageError: with the array and the first wrong row.
-    """
+    """Refuse features that are no finite numbers, and labels and patients of another length."""
     if x.ndim != 2 or x.shape[:1] != y.shape or patient.shape != y.shape:
         raise UsageError(
             f"{path}: x is {list(x.shape)}, y {list(y.shape)}, patient {list(patient.shape)}; wanted are [n, d], [n] "

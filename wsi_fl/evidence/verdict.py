@@ -199,11 +199,6 @@ def decide_verdict(gain: Estimate | None, pooled_gain: Estimate | None) -> str:
     return "nothing to gain" if is_negligible else "inconclusive"
 
 
-def has_pooled_gain(pooled_gain: Estimate | None) -> bool:
-    """Return whether the pooled gain is significant, so that a share of it can be reported."""
-    return pooled_gain is not None and pooled_gain.low is not None and pooled_gain.low > 0
-
-
 # ---- methods against each other
 
 

@@ -27,8 +27,8 @@ from wsi_fl.data.cross_site_counts import CrossSiteScores, score_cross_site
 from wsi_fl.demo.run import write_untrained_weights
 from wsi_fl.demo.simulated_slides import simulate_archive
 from wsi_fl.hospitals.flare.flare_files import require_flare
-from wsi_fl.stages.evaluation.evaluation_lines import render_cross_site_lines
 from wsi_fl.hospitals.work.submit import SubmittedRun
+from wsi_fl.stages.evaluation.evaluation_lines import render_cross_site_lines
 from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import toml_value
