@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from builders import compare_with_loop
 from conftest import metrics, nightly, refused
 from PIL import Image
-from test_per_example_gradients import compare
 from torch.nn import functional
 from training_runs import answers, csv_rows, trained
 
@@ -177,7 +177,7 @@ def test_per_example_gradients_of_unequal_bags_are_those_of_a_loop(mode, name, l
         for p in model.parameters():  # gains of 1 and biases of 0 hide the rest
             p.add_(0.1 * torch.randn(p.shape))
     x[..., :-1][x[..., -1] == 0] = torch.nan
-    compare(mode, model, x, torch.arange(len(x)) % 3)
+    compare_with_loop(ENGINES[mode], model, x, torch.arange(len(x)) % 3)
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])

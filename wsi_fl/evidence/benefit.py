@@ -155,13 +155,14 @@ def build_score_table(
 
 
 def _pool_sites(sites: Mapping[str, ScoreTable]) -> ScoreTable:
-    tables = [table for table in sites.values() if not table.values.empty]
-    if not tables:
+    by_index = {k: table for k, table in enumerate(sites.values()) if not table.values.empty}
+    if not by_index:
         return next(iter(sites.values()))
     values, weights = (
-        pd.concat([getattr(table, name).rename(lambda key, k=k: f"{key}\n{k}") for k, table in enumerate(tables)])
+        pd.concat([getattr(table, name).rename(lambda key, k=k: f"{key}\n{k}") for k, table in by_index.items()])
         for name in ("values", "weights")
     )
+    tables = list(by_index.values())
     n_sites = values.columns.map(lambda seed: sum(seed in table.values for table in tables))
     noise = pd.concat([table.noise for table in tables], axis=1).sum(axis=1, min_count=1)[values.columns] / n_sites
     return ScoreTable(values, weights, noise, tables[0].score)

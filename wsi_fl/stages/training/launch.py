@@ -278,7 +278,7 @@ def _signal_name(number: int) -> str:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a job as Ctrl-C does, as its ranks would outlive it."""
+    """Let SIGTERM and SIGHUP end a job as Ctrl-C does, as its ranks would outlive it; `nohup` keeps it alive."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -286,7 +286,8 @@ def _signals_interrupt() -> Iterator[None]:
     def raise_interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    handlers = {sign: signal.signal(sign, raise_interrupt) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    ending = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) is not signal.SIG_IGN]
+    handlers = {sign: signal.signal(sign, raise_interrupt) for sign in ending}
     try:
         yield
     finally:
