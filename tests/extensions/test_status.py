@@ -13,7 +13,7 @@ import pytest
 from conftest import REAL, larger_study, make_study
 from federation_fixtures import command
 from hospitals import one_installation  # noqa: F401
-from test_error_advice import _parses
+from test_error_advice import parse_stated_command
 from test_federation_plan import made
 from test_submit import checks, public_summary, submitting, train
 
@@ -168,7 +168,7 @@ def test_over_a_folder_a_site_has_timed_out_after_the_waiting_time():
 def test_every_kind_of_failure_has_a_remedy_with_valid_commands():
     assert set(REMEDIES) == set(get_args(FaultCode)) - {""}
     for line in COMMANDS.values():
-        _parses(line.format(kit="K", study="S", plan="P", method="M", founded="F", site="C1", run="R"))
+        parse_stated_command(line.format(kit="K", study="S", plan="P", method="M", founded="F", site="C1", run="R"))
     assert {name for steps in REMEDIES.values() for _, _, name in steps} <= {*COMMANDS, ""}
 
 

@@ -63,7 +63,7 @@ def find_commands() -> list[tuple[str, str]]:
     return list(found.values())
 
 
-def _parse(command: str) -> None:
+def parse_stated_command(command: str) -> None:
     """Require that the command and its options exist; required arguments may be missing."""
     words = shlex.split(command.partition(" | ")[0])[1:]
     words = ["1" if word == "N" else word for word in words if word not in ("&&", "…")]
@@ -75,7 +75,7 @@ def test_every_command_that_a_message_names_can_be_given():
     wrong = []
     for place, command in find_commands():
         try:
-            _parse(command)
+            parse_stated_command(command)
         except UsageError as error:
             wrong.append(f"{place}: `{command}`: {error}")
     assert not wrong, "\n".join(wrong)
@@ -85,7 +85,7 @@ def test_commands_that_do_not_exist_are_noticed():
     assert len(find_commands()) > 40
     for command in ("wsi-fl tiles", "wsi-fl train --again", "wsi-fl federation start --stop X"):
         with pytest.raises(UsageError):
-            _parse(command)
+            parse_stated_command(command)
 
 
 @pytest.mark.parametrize(

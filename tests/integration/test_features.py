@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import timm
 import torch
+from builders import compare_with_loop
 from conftest import make_study, nightly, refused, write_features, write_store
 from PIL import Image
 from safetensors.torch import save_file
 from test_mosaic import plain_features
-from test_per_example_gradients import compare as compare_engine
 from training_runs import csv_rows, trained
 
 from wsi_fl.demo import simulated_slides
@@ -147,7 +147,7 @@ def test_a_second_run_writes_nothing_and_changes_are_noticed(study, settings, tm
 @pytest.mark.parametrize("mode", ENGINES)
 def test_per_example_gradients_of_heads_are_those_of_a_loop(name, mode):
     x = torch.randn(5, 10, generator=torch.Generator().manual_seed(1))
-    compare_engine(mode, create_model(name, n_classes=3, shape=Vectors(10), seed=0), x, torch.arange(5) % 3)
+    compare_with_loop(ENGINES[mode], create_model(name, n_classes=3, shape=Vectors(10), seed=0), x, torch.arange(5) % 3)
 
 
 @pytest.mark.parametrize("method", [*nightly("fedavg"), "proxyfl"])
