@@ -18,7 +18,7 @@ from scipy import stats
 from test_report import Document
 from training_runs import csv_rows, trained
 
-from wsi_fl.evidence import benefit_figure, compare_runs, comparison_findings, comparison_page
+from wsi_fl.evidence import benefit, benefit_figure, compare_runs, comparison_findings, comparison_page
 from wsi_fl.evidence.benefit import build_score_table, estimate_benefit
 from wsi_fl.evidence.compare import compare_methods, render_comparison_lines
 from wsi_fl.evidence.comparison_page import ChartRow, render_comparison_png
@@ -28,6 +28,7 @@ from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.runtime.console import TextTable
+from wsi_fl.stages.training.finished_runs import FinishedRun
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
 
@@ -192,6 +193,17 @@ def study_copy(series, tmp_path):
     """A copy of the study for a test to change."""
     shutil.copytree(series[0].root, tmp_path / "study")
     return type(series[0])(tmp_path / "study")
+
+
+def test_the_pooled_gain_pairs_a_site_with_itself_where_another_lacks_predictions(series, study_copy):
+    rows = {row["method"]: row["runs"] for row in series[1]["rows"]}
+    for name in rows["regular"]:
+        (study_copy.runs_path / name / "sites" / "S0" / "predictions.csv").unlink()
+    kinds = {"local": rows["regular"], "federated": rows["proxyfl"]}
+    runs = {kind: [FinishedRun.load(study_copy.runs_path / name) for name in names] for kind, names in kinds.items()}
+    by_site = benefit.compare_by_site(runs, "merged")[1]
+    assert by_site["S0"]["gain"] is None
+    assert benefit.measure_benefit(runs, "merged")["gain"]["mean"] == pytest.approx(by_site["S1"]["gain"]["mean"])
 
 
 def newer_than(path, other):

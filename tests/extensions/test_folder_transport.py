@@ -550,6 +550,7 @@ def test_a_finished_plan_does_not_run_again(killed, monkeypatch):
     for site in SITES:
         bed.run(site)  # one
         assert take_part_by_folder(bed.study(site), bed.kit(site)) == bed.result(site)
+        refused(lambda s=site: take_part_by_folder(bed.study(s), bed.kit(s), without=["X"]), "unknown site 'X'")
 
 
 def has(*runs):

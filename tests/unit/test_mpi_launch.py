@@ -1,6 +1,7 @@
 """Ranks start on this machine under mpiexec, srun and resource managers, or fail with the reason."""
 
 import os
+import signal
 import stat
 import sys
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 
 from wsi_fl.federation.comm import load_mpi
 from wsi_fl.stages import doctor
+from wsi_fl.stages.runtime.console import SilentProgress
 from wsi_fl.stages.runtime.rank_job import take_threads
 from wsi_fl.stages.training import launch
 from wsi_fl.system.machine import count_ranks, launcher_reason, threads_per_rank
@@ -66,6 +68,18 @@ def test_the_failure_reason_is_the_last_line_of_the_launcher_without_borders(sai
     assert launcher_reason(said) == reason
 
 
+def plant_launcher(monkeypatch, folder, script):
+    """Let a shell script be mpiexec."""
+    launcher = folder / "mpiexec"
+    launcher.write_text(f"#!/bin/sh\n{script}\n")
+    launcher.chmod(stat.S_IRWXU)
+    monkeypatch.setattr(launch, "find_mpiexec", lambda: str(launcher))
+
+
+def run_job(folder):
+    launch.run_ranks(["A"], [], log=folder / "log", timeout_s=9, watcher=SilentProgress(), resume="again")
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -75,14 +89,21 @@ def test_the_failure_reason_is_the_last_line_of_the_launcher_without_borders(sai
     ],
 )
 def test_resuming_is_advised_only_for_a_job_that_started(monkeypatch, tmp_path, script, said):
-    launcher = tmp_path / "mpiexec"
-    launcher.write_text(f"#!/bin/sh\n{script}\n")
-    launcher.chmod(stat.S_IRWXU)
-    monkeypatch.setattr(launch, "find_mpiexec", lambda: str(launcher))
-    watcher = SimpleNamespace(say=lambda _: None)
+    plant_launcher(monkeypatch, tmp_path, script)
     with pytest.raises(WsiFlError, match=said) as caught:
-        launch.run_ranks(["A"], [], log=tmp_path / "log", timeout_s=9, watcher=watcher, resume="again")
+        run_job(tmp_path)
     assert ("again" in str(caught.value)) == ("pid" in script)
+
+
+@pytest.mark.parametrize(("before", "error"), [(signal.SIG_DFL, KeyboardInterrupt), (signal.SIG_IGN, WsiFlError)])
+def test_a_closed_terminal_ends_a_job_except_under_nohup(monkeypatch, tmp_path, before, error):
+    plant_launcher(monkeypatch, tmp_path, "kill -HUP $PPID; sleep 0.2; exit 1")
+    previous = signal.signal(signal.SIGHUP, before)
+    try:
+        with pytest.raises(error):
+            run_job(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 class _NoLibrary:

@@ -55,13 +55,6 @@ class PageSection:
     checklist: Mapping[int, str] = field(default_factory=dict)
 
 
-class SectionBuilder(Protocol):
-    """An entry of `wsi_fl.report_sections`."""
-
-    def build_section(self, context: SectionContext, /) -> PageSection | None:
-        """Return the section; None where the run has nothing to show."""
-
-
 class BenefitMeasure(Protocol):
     """An entry of `wsi_fl.benefit`."""
 

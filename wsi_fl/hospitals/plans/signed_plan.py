@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -86,6 +86,12 @@ class FederationPlan:
     def sites(self) -> list[str]:
         """The names of all sites, in order."""
         return [str(site["name"]) for site in self.document["sites"]]
+
+    def remaining_sites(self, without: Sequence[str]) -> list[str]:
+        """Return the sites but those; UsageError for one that the plan does not have."""
+        if unknown := sorted(set(without) - set(self.sites)):
+            raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(self.sites)}")
+        return [site for site in self.sites if site not in without]
 
     @property
     def keys(self) -> dict[str, str]:

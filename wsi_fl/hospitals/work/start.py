@@ -315,7 +315,7 @@ class _FolderWork:
         train = plan.pipeline().train
         self._study, self._kit, self._plan, self._without = study, kit, plan, without
         self._transport, self._address, self._deadline = transport, address, train.deadline
-        self._peers = set(plan.sites) - {kit.name, *without}
+        self._peers = set(plan.remaining_sites(without)) - {kit.name}
         self._presence = SitePresence(kit.load_identity(), plan.sites, None if without else train.min_sites)
         tolerates_dropout = train.min_sites is not None
         self._finished = find_summary(study, plan.digest, plan.sites, without, skip_lost=tolerates_dropout)

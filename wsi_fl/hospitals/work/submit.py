@@ -76,9 +76,7 @@ def submit_plan(
     if out is not None and (summary_file := out / _SUMMARY_FILE).exists():
         earlier_run = read_object(summary_file, "give another folder").get("run")
         raise UsageError(f"{out} holds the result of {earlier_run}; give another folder")
-    if unknown := sorted(set(without) - set(plan.sites)):
-        raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(plan.sites)}")
-    sites = [site for site in plan.sites if site not in without]
+    sites = plan.remaining_sites(without)
     watcher = watcher or SilentProgress()
     if plan.pipeline().train.min_sites is None:
         replies = run_plan_job(kit, plan, sites, _work_request(plan, resume, without), watcher)
