@@ -1,19 +1,22 @@
 """Tests of `clinical` by patient and by group: document, console and report."""
 
+import html
 import json
+import shutil
 
 import numpy as np
 import pytest
 from conftest import make_study, refused, write_features
 from sklearn.metrics import recall_score, roc_auc_score
-from test_local_baseline import ALONE
-from training_runs import answers, trained
+from test_local_baseline import ALONE, HEADS
+from training_runs import csv_rows, trained
 
 from wsi_fl.evidence.clinical import describe_clinically
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site.target_labels import read_column
 from wsi_fl.stages.training.train import train_series
+from wsi_fl.study.folder import Study
 
 ONE_OF_MORE = "The predicted class is the most probable one"
 
@@ -38,10 +41,11 @@ def clinical_study(tmp_path_factory):
     return study, run
 
 
-def read_scores(study, run, site):
-    """Return truth and score of each patient from predictions.csv."""
+def read_scores(study, run, site, model=None):
+    """Return truth and score of each patient from predictions.csv, by a model or the selected one."""
     found = {}
-    for row in answers(study.root / run, site):
+    rows = csv_rows(study.root / run / "sites" / site / "predictions.csv")
+    for row in (row for row in rows if (row["model"] == model if model else row["selected"] == "True")):
         found.setdefault(row["patient"], []).append((row["truth"] == "tumor", float(row["p_tumor"])))
     return np.array([np.mean(values, axis=0) for values in found.values()]).T
 
@@ -59,6 +63,19 @@ def test_patients_are_counted_and_not_their_patches(clinical_study):
         assert one["sensitivity"]["value"] == pytest.approx(sensitivity)
         ppv = 0.1 * sensitivity / (0.1 * sensitivity + 0.9 * (1 - specificity))
         assert one["at_prevalence"]["ppv"]["value"] == pytest.approx(ppv)
+
+
+def test_the_gain_over_the_local_model_is_of_patients(clinical_study, tmp_path):
+    study = Study(shutil.copytree(clinical_study[0].root, tmp_path / "study"))
+    overrides = [*HEADS, "privacy.enabled=false", "train.local_baseline=true", "predict.model=private"]
+    run = trained(study, "fedavg", *overrides)["run"]
+    evaluate(study, run)
+    for row in describe_clinically(study, [run])["sites"]:
+        truth, score = read_scores(study, run, row["site"])
+        _, local_score = read_scores(study, run, row["site"], model="local")
+        gain = row["classes"]["tumor"]["over_local"]
+        assert gain["value"] == pytest.approx(roc_auc_score(truth, score) - roc_auc_score(truth, local_score))
+    assert "that of its local model" in html.unescape(write_report(study, run).read_text(encoding="utf-8"))
 
 
 def test_small_groups_are_not_reported(clinical_study, wsi_fl):

@@ -459,6 +459,16 @@ def test_a_single_shared_model_is_one_line_of_scores_without_a_spread(series, st
     assert not evaluation(study, find_row(series[1], "regular")["runs"][0])["shared"]
 
 
+def test_the_figure_of_the_benefit_has_its_whole_legend():
+    mean = {"mean": 0.8, "low": 0.7, "high": 0.9}
+    row = {"site": "A", "local": mean, "federated": mean, "pooled": mean, "gain": mean, "epsilon": 3.0}
+    document = {"sites": [row | {"guarantee": "guaranteed"}], "measure": "accuracy"}
+    png = benefit_figure.render_benefit_png(document | {"federated": "ProxyFL with DP, privacy.clip = 0.7, model.proxy = mlp"})
+    with Image.open(io.BytesIO(png)) as image:
+        edge = np.asarray(image.convert("RGB"))[:, -12:]
+    assert (edge == edge[0, 0]).all(), "nothing is cut off at the right"
+
+
 def test_many_methods_and_hostile_names_neither_break_the_page_nor_hide_its_text(series):
     document, rng = copy.deepcopy(series[1]), np.random.default_rng(0)
     found = document["benefit"] | {"pooled": "Joint without DP"}

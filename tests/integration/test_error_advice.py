@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from test_documentation import UsageError, parse_command
 
+from wsi_fl import types
 from wsi_fl.cli.main import app
 from wsi_fl.cli.options import announce_start
 from wsi_fl.federation import loop
@@ -115,6 +116,30 @@ def test_an_interrupted_local_run_names_the_command_that_resumes_it(pair, wsi_fl
     assert [row["rounds"] for row in summary["sites"]] == [2, 2] and len(list(pair.runs_path.glob("0*"))) == 1
     lines = [line for line in read_lines(pair.ledger_path("S0")) if line.get("released")]
     assert {line["run"] for line in lines} == {lines[0]["run"]}
+
+
+FAILURES = {
+    "bad input": (types.UsageError("no such site"), 2, "no such site"),
+    "a failure": (WsiFlError("no such run"), 1, "no such run"),
+    "Ctrl-C": (KeyboardInterrupt(), 1, "interrupted; finished work is kept"),
+    "a full disk": (OSError(errno.ENOSPC, "No space left on device", "a.h5"), 1, "a.h5: No space left on device"),
+    "no memory": (MemoryError("9 GB"), 1, "there is not enough memory (9 GB)"),
+    "a fault of wsi-fl": (KeyError("x"), 1, "unexpected KeyError: 'x'; WSI_FL_TRACEBACK=1 shows where"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_failure_is_one_line_and_its_exit_code_is_2_for_bad_input_alone(wsi_fl, tmp_path, monkeypatch, kind):
+    error, code, words = FAILURES[kind]
+
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr("wsi_fl.__main__.app", fail)
+    monkeypatch.delenv("WSI_FL_TRACEBACK", raising=False)
+    done = wsi_fl("doctor", cwd=tmp_path)
+    assert done.returncode == code and done.stderr.startswith(f"wsi-fl: error: {words}")
+    assert done.stderr.count("\n") == 1 and not done.stdout
 
 
 def test_long_commands_alone_print_a_first_line_before_heavy_imports(tmp_path, wsi_fl):

@@ -1,11 +1,12 @@
 """DICOM files are grouped into slides, and unsupported ones are refused by name."""
 
+import struct
 from functools import partial
 
 import numpy as np
 import pytest
 from builders import halves, refused
-from dicom_files import DEFLATED, write_dicom
+from dicom_files import DEFLATED, element, sequence, write_dicom
 from simplejpeg import encode_jpeg
 
 from wsi_fl.slides.reading.formats import is_slide_folder, slide_name
@@ -159,6 +160,31 @@ def test_a_truncated_header_gives_no_metadata_and_no_error(tmp_path, n):
     assert read_header(whole) is None
     refused(lambda: Slide(tmp_path), "without DICOM slide files")
     refused(lambda: Slide(whole), "a.dcm")
+
+
+NOTE = element(0x00080100, "SH", "P1")
+SEQUENCES = {
+    "of one item": sequence(0x00400560, NOTE),
+    "of several items": sequence(0x00400560, NOTE, NOTE),
+    "without items": sequence(0x00400560),
+    "in a sequence": sequence(0x00400560, sequence(0x00400612, NOTE, NOTE) + NOTE),
+    "of an item of known length": sequence(0x00400560, NOTE).replace(
+        bytes.fromhex("feff00e0ffffffff") + NOTE + bytes.fromhex("feff0de000000000"),
+        struct.pack("<HHI", 0xFFFE, 0xE000, len(NOTE)) + NOTE,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SEQUENCES)
+def test_a_sequence_of_undefined_length_hides_no_attribute_after_it(tmp_path, how):
+    """Some files describe the specimen so, before the size of the slide."""
+    path = write_dicom(tmp_path / "a.dcm", PICTURE)
+    before, width, after = path.read_bytes().partition(struct.pack("<HH2s", 0x0048, 6, b"UL"))
+    path.write_bytes(before + SEQUENCES[how] + width + after)
+    header = read_header(path)
+    assert header is not None and (header.width, header.height, header.spacing) == (256, 192, MPP / 1000)
+    with Slide(tmp_path) as slide:
+        np.testing.assert_array_equal(slide.read((0, 0), 100, MPP), PICTURE[:100, :100])
 
 
 def test_a_sparse_slide_has_background_where_nothing_was_scanned(tmp_path):

@@ -70,7 +70,13 @@ def render_benefit_png(document: Json) -> bytes:
                     [], [], marker, color=colors[color], mfc=fill, label=_MODEL_LABELS[kind] + federated_name, zorder=k
                 )
         axes.legend(
-            loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, frameon=False, fontsize=9, handletextpad=0.2
+            loc="lower left",
+            bbox_to_anchor=(-0.02, 1.0),
+            ncols=3,
+            frameon=False,
+            fontsize=9,
+            handletextpad=0.2,
+            columnspacing=1.0,
         )
         return figures.render_png(figure)
 

@@ -141,7 +141,7 @@ def _load_patients(context: RunContext, site: SiteFile, by: str | None) -> _Site
         rows["group"] = _group_of_patients(context.study, site, table, by).reindex(rows.index, fill_value="")
     local_table = read_predictions(folder, model=LOCAL) if table.model != LOCAL else None
     if local_table is not None:
-        rows = rows.join(_group_by_patient(local_table)[0], rsuffix="_local")
+        rows = rows.join(_group_by_patient(local_table)[0].add_suffix("_local"))
     return _SitePatients(rows, table, any_counts, point)
 
 
