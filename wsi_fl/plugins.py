@@ -69,6 +69,10 @@ class PluginTable(Mapping[str, _T], Generic[_T]):
             )
         return row
 
+    def package_version(self, name: str) -> str:
+        """Return the package with its version that an object comes from, such as "neighbourly 1.2"; "" for own ones."""
+        return "" if name in self.builtin else _package_text(self._find_plugins()[name]).removeprefix("the package ")
+
     def __contains__(self, name: object) -> bool:
         return name in self.builtin or name in self._find_plugins()
 

@@ -84,7 +84,7 @@ def test_the_encoder_of_a_plugin_embeds_patches_and_its_reader_reads_a_slide(ins
         assert (slide.vendor, slide.size_l0, slide.mpp) == ("grey", (64, 48), 0.5)
         patch = slide.read((0, 0), 32, 0.5)
     encoder = Encoder("means")
-    assert encoder.label.startswith("means at 16 px sha256:")
+    assert encoder.label.startswith("means at 16 px sha256:") and encoder.label.endswith("neighbourly 1.2")
     np.testing.assert_allclose(encoder(patch[None]), np.full((1, 12), 90 / 255), rtol=1e-6)
     assert list(PRESETS)[-1] == "means"
 

@@ -463,7 +463,8 @@ def test_the_figure_of_the_benefit_has_its_whole_legend():
     mean = {"mean": 0.8, "low": 0.7, "high": 0.9}
     row = {"site": "A", "local": mean, "federated": mean, "pooled": mean, "gain": mean, "epsilon": 3.0}
     document = {"sites": [row | {"guarantee": "guaranteed"}], "measure": "accuracy"}
-    png = benefit_figure.render_benefit_png(document | {"federated": "ProxyFL with DP, privacy.clip = 0.7, model.proxy = mlp"})
+    label = "ProxyFL with DP, privacy.clip = 0.7, model.proxy = mlp"
+    png = benefit_figure.render_benefit_png(document | {"federated": label})
     with Image.open(io.BytesIO(png)) as image:
         edge = np.asarray(image.convert("RGB"))[:, -12:]
     assert (edge == edge[0, 0]).all(), "nothing is cut off at the right"

@@ -43,15 +43,18 @@ def test_every_form_of_npz_gives_the_same_pixels(tmp_path):
             assert found.test is None and found.classes == ("0", "1", "2")
 
 
+@pytest.mark.parametrize("names", [str, lambda name: f"{name[2:]}_{'images' if name[0] == 'x' else 'labels'}"])
 @pytest.mark.parametrize("suffix", ["npz", "h5"])
-def test_test_images_come_with_the_data_where_there_are_any(tmp_path, suffix):
+def test_test_images_come_with_the_data_where_there_are_any(tmp_path, suffix, names):
+    """Arrays may have the names of MedMNIST."""
     arrays = {"x_train": pixels(4, channels=0), "y_train": np.zeros((4, 1), int), "notes": np.array([1.0])}
     arrays |= {"x_test": pixels(1, channels=0, seed=1), "y_test": np.array([[3]])}
-    path = npz(tmp_path, **arrays)
+    named = {name if name == "notes" else names(name): values for name, values in arrays.items()}
+    path = npz(tmp_path, **named)
     if suffix == "h5":
         path = tmp_path / "data.h5"
         with h5py.File(path, "w") as file:
-            for name, values in arrays.items():
+            for name, values in named.items():
                 file[name] = values
             file.create_group("x_more")
     found = read_data_set(path)

@@ -116,8 +116,8 @@ class Encoder:
         tell: called with notices, one line each.
 
     Attributes:
-        label: name, size of resized patches and digest of the weights, then `parts`: mean, sd, size and pooling in
-            words; features of two sites are compatible if it is the same.
+        label: name, size of resized patches and digest of the weights, then `parts`: mean, sd, size, pooling and
+            a plugin's package with its version in words; features of two sites are compatible if it is the same.
         network: from pixels to features.
         n_features: d.
         half: type of matrix products on GPUs, bfloat16 or float16; None for float32, as on CPUs.
@@ -146,6 +146,8 @@ class Encoder:
         network = (_build_from_preset if name in PRESETS else _build_from_timm)(name, weights, input_px)
         network_parts = (*network.transform.parts, network.pooling)
         self.parts = PRESETS[name].parts if name in PRESETS else network_parts
+        if name in PRESETS and (version := PRESETS.package_version(name)):  # its weights may be in its code
+            self.parts = (*self.parts, version)
         self.input_px = network.transform.px
         size = f" at {self.input_px} px" if self.input_px else ""
         self.label = encoder_label(f"{name}{size} sha256:{weights_digest(network.model)}", self.parts)
@@ -162,8 +164,9 @@ class Encoder:
         shape = self(np.zeros((1, side, side, 3), np.uint8)).shape
         if len(shape) != 2 or (name in PRESETS and shape[1] != PRESETS[name].n_features):
             raise EncoderError(
-                f"{name} gives {shape[1:]} numbers for a patch instead of its known features; its pooling of tokens is "
-                "not that of this architecture"
+                f"{name} gives {shape[-1]} numbers for a patch instead of {PRESETS[name].n_features} features"
+                if name in PRESETS and len(shape) == 2
+                else f"{name} gives numbers of the shape {shape[1:]} for a patch; it needs a pooling of its tokens"
             )
         self.n_features = shape[1]
         if compiled and self.device.type != "cpu":

@@ -156,7 +156,7 @@ def collect_rounds(entries: Iterable[LedgerEntry]) -> list[LedgerRound]:
 
 
 def collect_mechanisms(entries: Iterable[LedgerEntry]) -> list[Mechanism]:
-    """Return the mechanisms of all rounds recorded in lines of a ledger."""
+    """Return the mechanisms of all rounds recorded in lines of a ledger, one for each, equal ones too."""
     return [round_.mechanism for round_ in collect_rounds(entries) if round_.mechanism is not None]
 
 

@@ -23,7 +23,13 @@ from wsi_fl.types import UsageError, WsiFlError, single_line
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
 _HDF5 = {".h5", ".hdf5"}
 _MAX_SIDE_PX = 4096
-_ARRAY_NAMES = {"x", "y", "x_train", "y_train", "x_test", "y_test"}
+_MEDMNIST_NAMES = {
+    "train_images": "x_train",
+    "train_labels": "y_train",
+    "test_images": "x_test",
+    "test_labels": "y_test",
+}
+_ARRAY_NAMES = {"x", "y", *_MEDMNIST_NAMES, *_MEDMNIST_NAMES.values()}
 _IDX_NAMES = {
     "x_train": "train-images-idx3-ubyte",
     "y_train": "train-labels-idx1-ubyte",
@@ -59,9 +65,10 @@ class ImageDataSet:
 def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
     """Read an npz or HDF5 file (`x`, `y`, or `x_train`, `y_train`, `x_test`, `y_test`) or a folder.
 
-    A folder holds the files of MNIST or a data set in its format (torchvision's `raw`), or one subfolder of images per
-    class, or `train/` and `test/` with these. Pixels are uint8, or floats in [0, 1]. With `size_px` images are scaled
-    to squares of that size; without it they must be squares.
+    MedMNIST's names of arrays are known too; its validation images are not read. A folder holds the files of MNIST or a
+    data set in its format (torchvision's `raw`), or one subfolder of images per class, or `train/` and `test/` with
+    these. Pixels are uint8, or floats in [0, 1]. With `size_px` images are scaled to squares of that size; without it
+    they must be squares.
 
     Raises:
         UsageError: when the data are missing, of another form, not squares of one size, or more than fits into memory.
@@ -126,12 +133,13 @@ def _read_arrays(path: Path) -> _Arrays:
     elif path.suffix.lower() in _HDF5:
         kind, read = "HDF5 file", _read_hdf5
     try:
-        return read(path)
+        arrays = read(path)
     except _UNREADABLE as error:
         refuse_unavailable(error, path)
         raise UsageError(f"{path}: not a readable {kind} ({single_line(error)})") from None
     except MemoryError as error:
         raise UsageError(f"{path}: {memory_message(error)}") from None
+    return {_MEDMNIST_NAMES.get(name, name): array for name, array in arrays.items()}
 
 
 def _build_images(path: Path, arrays: Mapping[str, Any], x: str, y: str, size_px: int | None) -> ImageSet:

@@ -234,8 +234,9 @@ class _TopologySettings(Section):
     """Who sends to whom."""
 
     graph: str | None = settings_key(None, excludes=_METHOD_GRAPH)
-    """The graph of each round: `none`, `star`, `ring`, `exponential`, `complete`, `random`, or the path of a JSON file
-    of edges. By default it is the method's own."""
+    """The graph of each round: `none`, `star`, `ring`, `exponential`, `complete`, `random` (a new ring through
+    all sites in each round, drawn from `train.seed`), or the path of a JSON file of edges. By default it is the
+    method's own."""
     self_weight: float = settings_key(0.0, ge=0, lt=1, excludes=_METHOD_GRAPH)
     """Weight of a site's local model in its mixing step. With 0 a model is replaced by the received one; with 0.5 the
     two are averaged."""
