@@ -7,11 +7,14 @@ from conftest import REAL, make_study, refused
 
 from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
 from wsi_fl.hospitals.plans.review import review_lines, review_plan
+from wsi_fl.hospitals.work.client import _list_running
 from wsi_fl.report.formatting import describe_absences
 from wsi_fl.stages.runtime.console import print_lines
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.resume import RunRequest
 from wsi_fl.stages.training.train import summary_lines, train
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import ReportableError, WsiFlError
 
 
 def planned(tmp_path, *overrides):
@@ -55,6 +58,14 @@ def test_over_mpi_too_few_sites_do_not_continue(tmp_path, monkeypatch):
     training = partial(train, study, method="proxyfl", overrides=["train.min_sites=2"], backend="mpi")
     refused(training, "1 of at least 2 sites are left", error=WsiFlError)
     assert asked == [["S0", "S1", "S2"], ["S0", "S1"]]
+
+
+def test_a_hospital_refuses_a_job_for_fewer_sites_than_its_plan_needs(tmp_path):
+    study, plan = planned(tmp_path, "train.min_sites=2")
+    context = RunContext.create(study, plan.pipeline(), plan.method)
+    assert _list_running(context, RunRequest(plan.name, without=["S2"])) == (0, 1)
+    few = partial(_list_running, context, RunRequest(plan.name, without=["S1", "S2"]))
+    refused(few, "at least 2 hospitals, and this job for 1", error=ReportableError)
 
 
 def test_a_returned_site_is_reported_with_its_completed_rounds():

@@ -190,6 +190,7 @@ def test_honest_statistics_of_numbers_and_times_are_accepted_and_forged_ones_ref
     assert "announced" in explain_invalid_statistics(head, exact, 50, 0.0) and not explain_invalid_statistics(
         head, exact, 60, 0.0
     )
+    assert "its count" in explain_invalid_statistics(head, -exact, 60, 0.0)
     assert not explain_invalid_statistics(head, letter, 70, 2.0)  # ten rows are held out of those that n counts
 
 

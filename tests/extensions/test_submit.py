@@ -21,7 +21,7 @@ from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 SITES = ["S0", "S1"]
 SETTINGS = SimpleNamespace(train=SimpleNamespace(min_sites=None))
-PLAN = SimpleNamespace(sites=SITES, digest="0" * 64, text="{}", pipeline=lambda: SETTINGS)
+PLAN = SimpleNamespace(digest="0" * 64, text="{}", pipeline=lambda: SETTINGS, remaining_sites=lambda _: SITES)
 
 
 @pytest.fixture(scope="module")

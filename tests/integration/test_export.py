@@ -189,16 +189,16 @@ def test_the_card_of_a_shared_model_without_privacy_names_the_lack(pair):
 
 def test_patches_are_reduced_as_in_training_and_an_onnx_file_describes_its_input(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
-    study = make_study(tmp_path / "study", n_sites=1, size_px=32)
+    study = make_study(tmp_path / "study", n_sites=2, size_px=32)
     sets = ["train.input_px=16", "privacy.enabled=false", "train.rounds=1"]
     run = trained(study, "regular", *sets)["run"]
-    document = export_model(study, run, model_name="private", form="wsinfer", site="S0", private=True)
+    document = export_model(study, run, model_name="private", form="wsinfer", site="S1", private=True)
     pixels = read_pixels(study)
     ours = predict_probabilities(
-        study.root / run, "S0", "private", "cnn1", Images(3, 16), prepare_patches(downsample_pixels(pixels, 16))
+        study.root / run, "S1", "private", "cnn1", Images(3, 16), prepare_patches(downsample_pixels(pixels, 16))
     )
     assert np.abs(predict_as_wsinfer(study.root / document["out"], pixels) - ours).max() < 1e-5
-    document = export_model(study, run, model_name="private", form="onnx", site="S0", private=True)
+    document = export_model(study, run, model_name="private", form="onnx", site="S1", private=True)
     whole = prepare_patches(pixels)  # as WSInfer's transform makes it: one contract for both files
     for n in (1, 8):
         assert np.abs(load_onnx(study.root / document["out"])(whole[:n]) - ours[:n]).max() < 1e-5

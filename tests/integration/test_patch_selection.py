@@ -111,6 +111,8 @@ def test_patches_across_an_outline_are_dropped_or_tumour_by_their_share(drawn):
 def test_patches_on_outlines_without_a_group_are_left_out(drawn):
     plan = plan_slide(drawn(outlined(TUMOR), outlined({(6, 5)}, group="None")), SPEC)
     assert cells_of(plan, "healthy") == TISSUE - TUMOR - {(6, 5)}
+    healthy = replace(drawn(outlined({(6, 5)}, group="unsure")), supervision="negative", positive=False)
+    assert cells_of(plan_slide(healthy, SPEC), "healthy") == TISSUE - {(6, 5)}
 
 
 def test_slides_that_cannot_be_planned_are_refused_with_their_numbers(record, drawn, tmp_path):

@@ -243,7 +243,11 @@ REDONE = [lambda ledger: release(ledger, 1, vector=OTHER), lambda ledger: send_a
         (REDONE, [lambda ledger: release(ledger, 1)], "was sent already"),
         (
             REDONE[:1],
-            [send_again, relay, lambda ledger: ledger.record_transmission(1, digest_values(VECTOR))],
+            [
+                *(send_again, relay),
+                lambda ledger: ledger.record_transmission(1, digest_values(VECTOR)),
+                lambda ledger: ledger.settle_round(1, digest_values(VECTOR)),
+            ],
             "did not release these bytes, or released others since",
         ),
     ],
