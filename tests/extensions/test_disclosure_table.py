@@ -114,7 +114,9 @@ def table_of(page):
 def test_hospitals_disclose_to_each_other_only_what_the_table_lists(finished):
     folders, _ = finished
     listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z0-9_]+)`", what)}
-    kinds = [SummaryRow, *fuzz_peers.kinds(slow=True).values()]
+    elsewhere = ("wsi_fl.hospitals.work.job_replies", "wsi_fl.stages.runtime.rank_job")  # coordinator; one machine
+    kinds = [kind for kind in fuzz_peers.kinds(slow=True).values() if kind.__module__ not in elsewhere]
+    assert SummaryRow in kinds
     assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
     for folder in folders:
         documents = read_lines(folder / "gathered.jsonl")

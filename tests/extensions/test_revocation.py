@@ -224,6 +224,7 @@ def test_all_sites_that_begin_again_over_a_folder_have_the_newest_list(place, on
     trusted, mine = [], Kit.open(one / "C1")
     settings = SimpleNamespace(train=SimpleNamespace(min_sites=2, deadline=None))
     plan = SimpleNamespace(digest="0" * 64, sites=["C1", "C2"], pipeline=lambda: settings)
+    plan.remaining_sites = lambda _: plan.sites
 
     def part(_, identity, *args, **given):
         trusted.append(parse_revocation_list(identity.root).number)

@@ -112,7 +112,7 @@ def test_losses_repeats_delays_and_disorder_change_nothing(identities, folder):
         time.sleep(chance.random() / 50)
         return [letter]
 
-    right(together(identities, rounds_of(folder, 6), meddle=meddle), 6)
+    right(together(identities, rounds_of(folder, 6), meddle=meddle, timeout_s=60.0), 6)
     assert len(counts) == 3 and min(counts.values()) > 3
 
 
