@@ -25,6 +25,18 @@ def trident(folder, table, first, n, rng):
     table.write_text("\n".join(lines) + "\n")
 
 
+def test_a_study_of_simulated_images_trains_in_seconds(tmp_path, wsi_fl, monkeypatch):
+    page = (DOCS / "how-to" / "prepare-data.md").read_text(encoding="utf-8").split("## Archives")[0]
+    (code,) = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    for command in re.findall(r"^    (wsi-fl .+)$", page, re.MULTILINE):
+        place = tmp_path if " init " in command else tmp_path / "tiny"
+        ran = wsi_fl(*shlex.split(command.removesuffix(" && cd tiny"))[1:], cwd=place)
+        assert not ran.returncode, (command, ran.stderr)
+    assert "2 rounds, ε = " in ran.stderr
+
+
 def test_features_become_a_score_and_a_gain(tmp_path, wsi_fl):
     rng = np.random.default_rng(0)
     trident(tmp_path / "features_uni_v1", tmp_path / "labels.csv", 0, 24, rng)
