@@ -1,5 +1,6 @@
 """Tests of image data sets divided among simulated sites: reading, dividing, storing and training."""
 
+import gzip
 import json
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from scipy.stats import chisquare
 
 from wsi_fl.stages.prepare.partition import parse_skew, partition_images
 from wsi_fl.stores.images import read_data_set
@@ -92,24 +94,27 @@ def test_a_file_without_labelled_images_is_refused_in_one_line(tmp_path):
     refused(tmp_path / "absent.npz", "no such file")
 
 
-def test_the_files_of_mnist_are_read_from_their_folder(tmp_path):
+@pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress)])
+def test_the_files_of_mnist_are_read_from_their_folder(tmp_path, suffix, pack):
     sets = {
         "train": (pixels(5, 28, 0), np.array([3, 1, 0, 2, 1])),
         "t10k": (pixels(2, 28, 0, seed=1), np.array([1, 9])),
     }
     for name, (x, y) in sets.items():
         header = b"".join(n.to_bytes(4, "big") for n in (0x0803, *x.shape))
-        (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(header + x.tobytes())
-        labels = y.astype(np.uint8)
-        (tmp_path / f"{name}-labels-idx1-ubyte").write_bytes(
-            b"\0\0\x08\x01" + len(y).to_bytes(4, "big") + bytes(labels)
-        )
+        (tmp_path / f"{name}-images-idx3-ubyte{suffix}").write_bytes(pack(header + x.tobytes()))
+        labels = b"\0\0\x08\x01" + len(y).to_bytes(4, "big") + bytes(y.astype(np.uint8))
+        (tmp_path / f"{name}-labels-idx1-ubyte{suffix}").write_bytes(pack(labels))
     found = read_data_set(tmp_path)
     for part, (x, y) in zip((found.train, found.test), sets.values(), strict=True):
         assert np.array_equal(part.x[..., 0], x) and part.y.tolist() == y.tolist()
     assert found.classes == tuple("0123456789")
-    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(header)
-    refused(tmp_path, "MNIST's four files")
+    last = tmp_path / f"t10k-images-idx3-ubyte{suffix}"
+    for content in (header, header + x.tobytes() + b"0", b"\0\0\x0d\x03" + header[4:] + x.tobytes(), b"\0"):
+        last.write_bytes(pack(content))
+        refused(tmp_path, "MNIST's four files")
+    last.unlink()
+    refused(tmp_path, "t10k-images-idx3-ubyte is missing")
 
 
 def test_resizing_averages_areas(tmp_path):
@@ -181,7 +186,9 @@ def divide_images(text, y, n_sites, per_site, seed=0):
 
 
 LABEL_LISTS = st.lists(st.integers(0, 4), min_size=1, max_size=120).map(lambda y: np.array(y, np.int64))
-SKEWS = st.sampled_from(["iid", "major:0", "major:0.3", "major:1", "dirichlet:0.3", "dirichlet:9"])
+SKEWS = st.sampled_from(
+    ["iid", "major:0", "major:0.3", "major:1", "random-major:0.3", "random-major:1", "dirichlet:0.3", "dirichlet:9"]
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -206,8 +213,35 @@ def test_parts_are_disjoint_have_the_given_size_and_repeat_with_the_seed(text, y
     if text.startswith("major"):  # exactly, and the classes go round
         classes, most = np.unique(y), round(float(text.split(":")[1]) * size)
         assert all((y[part] == classes[k % len(classes)]).sum() == most for k, part in enumerate(parts))
+    if text.startswith("random-major"):  # of some class, exactly
+        most = round(float(text.split(":")[1]) * size)
+        assert all(most in np.bincount(y[part]) or most == 0 for part in parts)
     again = divide_images(text, y, n, per_site, seed)
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+def test_the_majority_class_of_a_site_is_drawn_where_asked():
+    y = np.repeat(np.arange(10), 400)
+    drawn = [
+        [np.bincount(y[part]).argmax() for part in divide_images("random-major:0.8", y, 8, 50, seed)]
+        for seed in range(60)
+    ]
+    counts = np.bincount(np.ravel(drawn), minlength=10)
+    assert chisquare(counts).pvalue > 0.001  # uniform over the ten classes
+    assert len({tuple(sites) for sites in drawn}) == 60 and any(len(set(sites)) < 8 for sites in drawn)
+
+
+def test_every_site_has_as_many_test_images_of_each_class_where_asked(study, tmp_path):
+    y_test = np.repeat([0, 1, 2], [20, 9, 13])
+    path = npz(tmp_path, x_train=pixels(30, 4), y_train=np.arange(30) % 3, x_test=pixels(42, 4, seed=1), y_test=y_test)
+    partition_images(study, path, n_sites=4, balance_test=True)
+    seen = [read_store(study, f"S{k}")[1] for k in (1, 2, 3, 4)]
+    assert all(np.bincount(y_test[rows]).tolist() == [2, 2, 2] for rows in seen)
+    assert len(np.unique(np.concatenate(seen))) == 24
+    conftest.refused(
+        partial(partition_images, study, path, n_sites=10, prefix="T", balance_test=True),
+        "class 1 has 9 test images, too few for 10 sites",
+    )
 
 
 def test_an_impossible_division_is_refused_in_one_line():

@@ -201,11 +201,12 @@ def divide_images(
     data: Annotated[Path, Argument(metavar="DATA", help="npz, HDF5 or a folder of classes.")],
     sites: Annotated[int, Option(help="Number of sites.")],
     per_site: Annotated[int | None, Option(help="Training images per site. Default: all, divided.")] = None,
-    skew: Annotated[str, Option(help="iid, major:0.8 or dirichlet:0.5.")] = "iid",
+    skew: Annotated[str, Option(help="iid, major:0.8 (by turns), random-major:0.8 or dirichlet:0.5.")] = "iid",
     seed: Annotated[int, Option(help="Seed of the division.")] = 0,
     test_fraction: Annotated[float, Option(help="Share held out where the data have no test set.")] = 0.2,
     size_px: Annotated[int | None, Option(help="Scale images to squares of this size.")] = None,
     prefix: Annotated[str, Option(help="Sites are called PREFIX1, PREFIX2, …")] = "S",
+    balance_test: Annotated[bool, Option("--balance-test", help="As many test images of each class.")] = False,
     as_json: Json = False,
 ) -> None:
     """Divide an image data set among simulated sites."""
@@ -222,5 +223,6 @@ def divide_images(
         test_fraction=test_fraction,
         size_px=size_px,
         prefix=prefix,
+        balance_test=balance_test,
     )
     print_document(document, as_json, render_partition_lines)

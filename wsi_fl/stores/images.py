@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -36,7 +38,8 @@ _IDX_NAMES = {
     "x_test": "t10k-images-idx3-ubyte",
     "y_test": "t10k-labels-idx1-ubyte",
 }
-_UNREADABLE = (*DAMAGE, AssertionError, EOFError, BadZipFile, ZlibError)
+_IDX_UINT8 = 8
+_UNREADABLE = (*DAMAGE, AssertionError, EOFError, BadZipFile, struct.error, ZlibError)
 _Arrays = dict[str, NDArray[Any]]
 _MAX_CLASSES = 10_000
 """Larger labels are no classes."""
@@ -65,17 +68,17 @@ class ImageDataSet:
 def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
     """Read an npz or HDF5 file (`x`, `y`, or `x_train`, `y_train`, `x_test`, `y_test`) or a folder.
 
-    MedMNIST's names of arrays are known too; its validation images are not read. A folder holds the files of MNIST or a
-    data set in its format (torchvision's `raw`), or one subfolder of images per class, or `train/` and `test/` with
-    these. Pixels are uint8, or floats in [0, 1]. With `size_px` images are scaled to squares of that size; without it
-    they must be squares.
+    MedMNIST's names of arrays are known too; its validation images are not read. A folder holds the files of MNIST or
+    of a data set in its format, as they are or as `.gz`, or one subfolder of images per class, or `train/` and `test/`
+    with these. Pixels are uint8, or floats in [0, 1]. With `size_px` images are scaled to squares of that size; without
+    it they must be squares.
 
     Raises:
         UsageError: when the data are missing, of another form, not squares of one size, or more than fits into memory.
     """
     if size_px is not None and not 1 <= size_px <= _MAX_SIDE_PX:
         raise UsageError(f"--size-px must be at least 1, and at most {_MAX_SIDE_PX}")
-    if path.is_dir() and not (path / _IDX_NAMES["x_train"]).is_file():
+    if path.is_dir() and _find_idx(path, _IDX_NAMES["x_train"]) is None:
         return _read_class_folders(path, size_px)
     if not path.is_dir() and not path.is_file():  # or a pipe, which would be waited for
         raise UsageError(f"{path}: no such file or folder")
@@ -120,10 +123,34 @@ def _read_hdf5(path: Path) -> _Arrays:
         return {name: node[()] for name, node in nodes.items()}
 
 
-def _read_idx(path: Path) -> _Arrays:
-    from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
+def _find_idx(folder: Path, name: str) -> Path | None:
+    """Return the file of this name in the folder, or its gzip-compressed one, or None."""
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
-    return {name: read_sn3_pascalvincent_tensor(str(path / file)).numpy() for name, file in _IDX_NAMES.items()}
+
+def _read_idx(folder: Path) -> _Arrays:
+    files = {name: _find_idx(folder, file) for name, file in _IDX_NAMES.items()}
+    if missing := [_IDX_NAMES[name] for name, path in files.items() if path is None]:
+        raise OSError(f"{missing[0]} is missing")
+    return {name: _read_idx_file(path) for name, path in files.items() if path is not None}
+
+
+def _read_idx_file(path: Path) -> NDArray[np.uint8]:
+    """Read an array of bytes in the format of MNIST's files (http://yann.lecun.com/exdb/mnist).
+
+    Raises:
+        ValueError: when it holds other numbers than bytes, or not as many as it states.
+    """
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        kind, n_axes = struct.unpack(">HBB", file.read(4))[1:]
+        if kind != _IDX_UINT8:
+            raise ValueError(f"{path.name} holds no bytes")
+        shape = struct.unpack(f">{n_axes}I", file.read(4 * n_axes))
+        refuse_too_large(path, prod(shape))
+        values = file.read(prod(shape) + 1)
+    if len(values) != prod(shape):
+        raise ValueError(f"{path.name} holds {len(values)} values or more where {prod(shape)} are stated")
+    return np.frombuffer(values, np.uint8).reshape(shape)
 
 
 def _read_arrays(path: Path) -> _Arrays:

@@ -64,11 +64,13 @@ def partition_images(
     test_fraction: float = 0.2,
     size_px: int | None = None,
     prefix: str = "S",
+    balance_test: bool = False,
 ) -> _PartitionDocument:
     """Write site files and stores S1 … SK into the study; return the `--json` document.
 
     Training images are divided by `skew`. The common test set (that of the data set, else a random share
-    `test_fraction`) is divided evenly, so that the merged test set is complete.
+    `test_fraction`) is divided evenly, so that the merged test set is complete. With `balance_test` every site's part
+    of it has as many images of each class; what is left over is used nowhere.
     """
     if per_site is not None and per_site < 1:
         raise UsageError("--per-site must be at least 1")
@@ -84,7 +86,8 @@ def partition_images(
     if n_sites > len(data_set.train):
         raise UsageError(f"--sites {n_sites}: {data} has too few training images ({len(data_set.train)})")
     train = divide(data_set.train.y, n_sites, per_site, rng)
-    test = np.array_split(rng.permutation(len(data_set.test)), n_sites)
+    divide_test = _divide_balanced if balance_test else _divide_all
+    test = divide_test(data_set.test.y, n_sites, rng)
     header = f"{_FILE_HEADER}{data.name} --sites {n_sites} --skew {skew} --seed {seed}"
     rows: list[_PartitionRow] = []
     with _mark_unfinished(study, sites):
@@ -172,6 +175,24 @@ def _split_test_set(data_set: ImageDataSet, fraction: float, rng: np.random.Gene
     return ImageDataSet(ImageSet(x[train_rows], y[train_rows]), ImageSet(x[test_rows], y[test_rows]), data_set.classes)
 
 
+def _divide_all(y: NDArray[np.int64], n_sites: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    return np.array_split(rng.permutation(len(y)), n_sites)
+
+
+def _divide_balanced(y: NDArray[np.int64], n_sites: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    """Give each site the same number of rows of each class, as many as the rarest class allows."""
+    classes, counts = np.unique(y, return_counts=True)
+    n_each = int(counts.min()) // n_sites
+    if not n_each:
+        rarest = classes[counts.argmin()]
+        raise UsageError(
+            f"--balance-test: class {rarest} has {counts.min()} test images, too few for {n_sites} sites; use fewer "
+            "--sites or a larger --test-fraction"
+        )
+    drawn = [rng.permutation(np.flatnonzero(y == c))[: n_each * n_sites].reshape(n_sites, n_each) for c in classes]
+    return list(np.concatenate(drawn, axis=1))
+
+
 def _hash_images(images: ImageSet) -> NDArray[np.uint64]:
     """Return a digest of each image; equal images have equal digests."""
     return np.array([hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images.x], "V8").view("u8")
@@ -232,7 +253,11 @@ _Skew = Callable[[NDArray[np.int64], int, int | None, np.random.Generator], list
 
 
 def parse_skew(text: str) -> _Skew:
-    """Return the division `iid`, `major:0.8` (a share of one class at each site, by turns) or `dirichlet:0.5`."""
+    """Return the division `iid`, `major:0.8`, `random-major:0.8` or `dirichlet:0.5`.
+
+    `major` gives each site this share of one class, by turns; `random-major` draws the class of each site, so that two
+    sites may have the same (ProxyFL, section 4.1).
+    """
     name, _, number = text.partition(":")
     try:
         value = float(number) if number else None
@@ -240,11 +265,13 @@ def parse_skew(text: str) -> _Skew:
         value = None
     if text == "iid":
         return _divide_evenly
-    if name == "major" and value is not None and 0 <= value <= 1:
-        return partial(_divide_by_majority, share=value)
+    if name in ("major", "random-major") and value is not None and 0 <= value <= 1:
+        return partial(_divide_by_majority, share=value, is_random=name == "random-major")
     if name == "dirichlet" and value is not None and value > 0 and isfinite(value):
         return partial(_divide_by_dirichlet, alpha=value)
-    raise UsageError(f"--skew {text!r}: known are iid, major:0.8 (a share up to 1) and dirichlet:0.5 (above 0)")
+    raise UsageError(
+        f"--skew {text!r}: known are iid, major:0.8 and random-major:0.8 (a share up to 1) and dirichlet:0.5 (above 0)"
+    )
 
 
 def _count_per_site(per_site: int | None, n_sites: int, n_images: int) -> int:
@@ -268,16 +295,22 @@ def _divide_evenly(
 
 
 def _divide_by_majority(
-    y: NDArray[np.int64], n_sites: int, per_site: int | None, rng: np.random.Generator, *, share: float
+    y: NDArray[np.int64],
+    n_sites: int,
+    per_site: int | None,
+    rng: np.random.Generator,
+    *,
+    share: float,
+    is_random: bool = False,
 ) -> list[NDArray[np.int64]]:
     """Give each site a share of one class, and random images of all others (ProxyFL, section 4.1)."""
     per_site = _count_per_site(per_site, n_sites, len(y))
     classes = np.unique(y)
+    majors = rng.choice(classes, n_sites) if is_random else np.resize(classes, n_sites)
     free = rng.permutation(len(y))
     sites: list[NDArray[np.int64]] = []
     n_major = round(share * per_site)
-    for k in range(n_sites):  # majorities first, so that no site uses up another's majority
-        major = classes[k % len(classes)]
+    for major in majors:  # majorities first, so that no site uses up another's majority
         majority_rows = free[y[free] == major][:n_major]
         if len(majority_rows) < n_major:
             raise UsageError(
@@ -287,8 +320,8 @@ def _divide_by_majority(
         sites.append(majority_rows)
         free = free[~np.isin(free, majority_rows)]
     free = rng.permutation(free)  # else its front holds none of the majorities' classes
-    for k, majority_rows in enumerate(sites):
-        other_rows = free[y[free] != classes[k % len(classes)]][: per_site - n_major]
+    for k, (major, majority_rows) in enumerate(zip(majors, sites, strict=True)):
+        other_rows = free[y[free] != major][: per_site - n_major]
         if len(other_rows) < per_site - n_major:
             raise UsageError(f"too few images for {per_site} at each of {n_sites} sites; use a smaller --per-site")
         sites[k] = np.sort(np.concatenate([majority_rows, other_rows]))

@@ -1,0 +1,325 @@
+"""The studies of ProxyFL (Kalra et al., 2023) on MNIST and Fashion-MNIST at the paper's size, and the page of them.
+
+    python studies/reproduce.py plan all                                  # what is left, and its hours
+    python studies/reproduce.py run all --mnist mnist_70k.npz --fashion-mnist /usr/share/datasets/fashion-mnist --jobs 2
+    python studies/reproduce.py page                                      # writes the tables of REPRODUCE.md
+
+A run is a method on one division of the images, with the division's seed as its own. Each is a line of
+`studies/rows/proxyfl.csv`; what has a line is not trained again, so the same command goes on after any interruption.
+Joint is one model of all hospitals' images, trained once, with differential privacy for each image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields
+from datetime import date
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS, PAGE = ROOT / "studies/rows/proxyfl.csv", ROOT / "studies/REPRODUCE.md"
+N_SITES, PER_SITE, ROUNDS, SEEDS = 8, 1000, 300, range(5)
+NO_DP, MLP = "privacy.enabled=false", "model.private=mlp"
+FEDERATED = ("fedavg", "avgpush", "cwt", "fml", "proxyfl")
+METHODS = ("regular", "joint", *FEDERATED)
+NAMES = {"regular": "Regular", "joint": "Joint", "fedavg": "FedAvg", "avgpush": "AvgPush", "cwt": "CWT", "fml": "FML"}
+NAMES["proxyfl"] = "ProxyFL"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One line of a table: a method with its settings on one kind of division."""
+
+    method: str
+    settings: tuple[str, ...] = ()
+    data: str = "mnist"
+    skew: str = "random-major:0.8"
+    pipeline: str = "mnist"
+
+    @property
+    def label(self) -> str:
+        """Return how a table names it."""
+        return NAMES[self.method] + (", without DP" if NO_DP in self.settings else "")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one run reached: values of each site in the last round, separated by spaces.
+
+    `model` names the model that accuracy and macro-accuracy belong to. `curve` has round:mean accuracy.
+    """
+
+    data: str
+    skew: str
+    pipeline: str
+    method: str
+    settings: str
+    seed: int
+    rounds: int
+    model: str
+    accuracy: str
+    macro_accuracy: str
+    proxy_accuracy: str
+    epsilon: str
+    guarantee: str
+    curve: str
+    cpu_minutes: str
+    date: str
+    commit: str
+
+    def shows(self, trial: Trial) -> bool:
+        """Return whether it is a run of the trial at the paper's size."""
+        mine = (self.method, self.settings, self.data, self.skew, self.pipeline, self.rounds)
+        return mine == (trial.method, " ".join(trial.settings), trial.data, trial.skew, trial.pipeline, ROUNDS)
+
+    def values(self, column: str = "accuracy") -> list[float]:
+        """Return the values of its sites."""
+        return [float(value) for value in str(getattr(self, column)).split()]
+
+
+def with_mlp(*settings: str, **options: str) -> list[Trial]:
+    """Return all methods where every model is the proxy's MLP, as in the paper's ablations."""
+    return [Trial(method, (MLP, *settings), **options) for method in METHODS]
+
+
+def weighted(alpha: float) -> tuple[str, ...]:
+    """Return the settings of one weight of mutual learning; the paper's own is no setting."""
+    return (MLP,) if alpha == 0.5 else (MLP, f"train.alpha={alpha}", f"train.beta={alpha}")
+
+
+def batched(size: int) -> tuple[str, ...]:
+    """Return the settings of one batch size; the paper's own is no setting."""
+    return (MLP,) if size == 250 else (MLP, f"train.batch_size={size}")
+
+
+SKEWS, ALPHAS, BATCHES = (0.1, 0.5, 0.8, 0.9), (0.1, 0.3, 0.5, 0.7, 0.9), (50, 100, 250, 500)
+MIXED = "mnist_heterogeneous"
+STUDIES: dict[str, list[Trial]] = {
+    "mnist": [Trial("regular", (NO_DP,)), *(Trial(method) for method in METHODS)],
+    "fashion_mnist": [
+        Trial(method, settings, "fashion_mnist", pipeline="fashion_mnist")
+        for method, settings in (("regular", (NO_DP,)), *((method, ()) for method in METHODS))
+    ],
+    "mlp": [Trial("regular", (MLP, NO_DP)), *with_mlp()],
+    "without_dp": with_mlp(NO_DP),
+    "alpha": [Trial(method, weighted(alpha)) for method in ("fml", "proxyfl") for alpha in ALPHAS],
+    "batch": [Trial("proxyfl", batched(size)) for size in BATCHES],
+    "architectures": [Trial(method, pipeline=MIXED) for method in ("regular", "fml", "proxyfl")],
+    "skew": [trial for share in SKEWS for trial in with_mlp(skew=f"random-major:{share}")],
+}
+ARCHITECTURES = ("mlp", "mlp", "lenet5", "lenet5", "cnn1", "cnn1", "cnn2", "cnn2")
+"""Private models of the sites in the study of architectures, one for every two."""
+
+
+def read_rows(path: Path = ROWS) -> list[Row]:
+    """Return the lines of a file of rows; none where it is missing."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            Row(**{**line, "seed": int(line["seed"]), "rounds": int(line["rounds"])}) for line in csv.DictReader(file)
+        ]
+
+
+def append_row(row: Row, path: Path = ROWS) -> None:
+    """Add a line; the first brings the header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        if is_new:
+            table.writeheader()
+        table.writerow(asdict(row))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def list_left(names: Iterable[str], rows: Sequence[Row]) -> list[tuple[Trial, int]]:
+    """Return the runs that have no line yet, each once, by table and seed."""
+    wanted = dict.fromkeys((trial, seed) for name in names for seed in SEEDS for trial in STUDIES[name])
+    return [(trial, seed) for trial, seed in wanted if not any(row.shows(trial) and row.seed == seed for row in rows)]
+
+
+def estimate_minutes(trial: Trial, rows: Sequence[Row]) -> float:
+    """Return the CPU minutes of a run: of its like, else of any of its method, else of any."""
+    like: tuple[Callable[[Row], bool], ...] = (
+        lambda row: row.shows(trial),
+        lambda row: (row.method, MLP in row.settings) == (trial.method, MLP in trial.settings),
+        lambda row: row.method == trial.method,
+        lambda row: True,
+    )
+    found: list[float] = []
+    for is_like in like:
+        found = found or [float(row.cpu_minutes) for row in rows if is_like(row) and row.rounds == ROUNDS]
+    return float(np.mean(found)) if found else 10.0
+
+
+def make_study(folder: Path, images: Path, trial: Trial, seed: int):
+    """Divide the images among the sites of a new study; for Joint, a single site then holds them all."""
+    from wsi_fl.stages.prepare.init_study import init_study
+    from wsi_fl.stages.prepare.partition import partition_images
+    from wsi_fl.stores.patch_store import PatchStore
+    from wsi_fl.study.folder import Study
+
+    if (folder / "made").exists():
+        return Study(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    init_study(folder)
+    study = Study(folder)
+    partition_images(study, images, n_sites=N_SITES, per_site=PER_SITE, skew=trial.skew, seed=seed)
+    if trial.method == "joint":
+        parts = {"train": ([], []), "test": ([], [])}
+        for k in range(N_SITES):
+            with PatchStore(study.store_path(f"S{k + 1}")) as store:
+                for split, (x, y) in parts.items():
+                    rows = np.flatnonzero(store.table.split == split)
+                    x.append(store.read(rows))
+                    y.append(store.table.label[rows])
+        arrays = {
+            f"{name}_{split}": np.concatenate(values)
+            for split, pair in parts.items()
+            for name, values in zip("xy", pair, strict=True)
+        }
+        np.savez(folder / "all.npz", **arrays)
+        partition_images(study, folder / "all.npz", n_sites=1, prefix="J")
+    if trial.pipeline == MIXED:
+        for k, name in enumerate(ARCHITECTURES):
+            path = study.site_path(f"S{k + 1}")
+            path.write_text(path.read_text() + f'private_model = "{name}"\n')
+    (folder / "made").touch()
+    return study
+
+
+def run_trial(folder: Path, images: Path, trial: Trial, seed: int, rounds: int = ROUNDS) -> Row:
+    """Train one run in a study of its own and return its line; the study is removed."""
+    import torch
+
+    from wsi_fl.stages.training.train import train
+
+    torch.set_num_threads(1)
+    began = time.process_time()
+    study = make_study(folder, images, trial, seed)
+    joint = trial.method == "joint"
+    sites = ["J1"] if joint else [f"S{k + 1}" for k in range(N_SITES)]
+    overrides = [
+        f"train.rounds={rounds}",
+        f"train.eval_every={max(rounds // 6, 1)}",
+        f"train.seed={seed}",
+        f"sites={json.dumps(sites)}",
+        *trial.settings,
+    ]
+    method = "regular" if joint else trial.method
+    summary = train(study, method=method, pipeline_name=trial.pipeline, overrides=overrides, backend="local")
+    metrics = [
+        [
+            json.loads(line)
+            for line in (study.root / summary["run"] / f"sites/{site}/metrics.jsonl").read_text().splitlines()
+        ]
+        for site in sites
+    ]
+    last = [lines[-1] for lines in metrics]
+    evaluated = [[line for line in lines if "own" in line] for lines in metrics]
+    means = {
+        lines[0]["round"]: np.mean([merged(line)["accuracy"] for line in lines])
+        for lines in zip(*evaluated, strict=True)
+    }
+    row = Row(
+        **{name: getattr(trial, name) for name in ("data", "skew", "pipeline", "method")},
+        settings=" ".join(trial.settings),
+        seed=seed,
+        rounds=rounds,
+        model=" ".join(sorted({line.get("model", "private") for line in last})),
+        accuracy=join(merged(line)["accuracy"] for line in last),
+        macro_accuracy=join(merged(line)["macro_accuracy"] for line in last),
+        proxy_accuracy=join(line["proxy"]["accuracy"] for line in last if "proxy" in line),
+        epsilon=f"{max(site['epsilon'] or 0.0 for site in summary['sites']):.4g}",
+        guarantee=summary["sites"][0]["guarantee"],
+        curve=" ".join(f"{round_}:{mean:.4f}" for round_, mean in means.items()),
+        cpu_minutes=f"{(time.process_time() - began) / 60:.2f}",
+        date=date.today().isoformat(),
+        commit=find_commit(),
+    )
+    shutil.rmtree(folder)
+    return row
+
+
+def merged(line: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return the scores on the merged test set; a single site's own is the whole."""
+    return line.get("merged", line["own"])
+
+
+def join(values: Iterable[float]) -> str:
+    """Return values with four digits, separated by spaces."""
+    return " ".join(f"{value:.4f}" for value in values)
+
+
+def find_commit() -> str:
+    """Return the commit of this checkout, with + where files differ from it; or the environment's `COMMIT`."""
+    if given := os.environ.get("COMMIT"):
+        return given
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=8", "--dirty=+", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train what is left, some runs at a time, and add each line as it ends."""
+    images = {"mnist": arguments.mnist, "fashion_mnist": arguments.fashion_mnist}
+    left = list_left(arguments.studies, read_rows(arguments.rows))
+    if missing := {trial.data for trial, _ in left if images[trial.data] is None}:
+        raise SystemExit(f"--{min(missing).replace('_', '-')} is needed for its tables")
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        jobs = {}
+        for trial, seed in left:
+            words = [trial.data, trial.skew, trial.pipeline, trial.method, *trial.settings, str(seed)]
+            folder = arguments.folder / "_".join(words).replace(":", "")
+            jobs[pool.submit(run_trial, folder, images[trial.data], trial, seed)] = " ".join(words)
+        for n, job in enumerate(as_completed(jobs), 1):
+            row = job.result()
+            append_row(row, arguments.rows)
+            accuracy = np.mean(row.values())
+            print(f"{n} of {len(jobs)}: {jobs[job]}: {accuracy:.3f}, {row.cpu_minutes} CPU minutes", flush=True)
+
+
+def plan(arguments: argparse.Namespace) -> None:
+    """Print how many runs are left, and how long they take."""
+    rows = read_rows(arguments.rows)
+    for name in arguments.studies:
+        left = list_left([name], rows)
+        hours = sum(estimate_minutes(trial, rows) for trial, _ in left) / 60
+        print(f"{name}: {len(left)} of {len(STUDIES[name]) * len(SEEDS)} runs left, about {hours:.1f} CPU hours")
+    left = list_left(arguments.studies, rows)
+    hours = sum(estimate_minutes(trial, rows) for trial, _ in left) / 60
+    print(f"all, runs in several tables once: {len(left)} runs, about {hours:.1f} CPU hours")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("plan", "run", "page"))
+    parser.add_argument("studies", nargs="*", choices=[*STUDIES, "all"], default="all")
+    parser.add_argument("--mnist", type=Path, help="npz file or folder of MNIST")
+    parser.add_argument("--fashion-mnist", type=Path, help="folder of Fashion-MNIST, as Debian's dataset-fashion-mnist")
+    parser.add_argument("--folder", type=Path, default=Path("reproduce"), help="for the studies while they train")
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    if "all" in arguments.studies:
+        arguments.studies = list(STUDIES)
+    {"plan": plan, "run": run}[arguments.command](arguments)
+
+
+if __name__ == "__main__":
+    main()
