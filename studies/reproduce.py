@@ -26,6 +26,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from pages import fill_page
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -305,6 +306,13 @@ def plan(arguments: argparse.Namespace) -> None:
     print(f"all, runs in several tables once: {len(left)} runs, about {hours:.1f} CPU hours")
 
 
+def show(arguments: argparse.Namespace) -> None:
+    """Put the tables of the rows into the page."""
+    from reproduce_tables import render_tables
+
+    PAGE.write_text(fill_page(PAGE.read_text("utf-8"), render_tables(read_rows(arguments.rows))), "utf-8")
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -318,7 +326,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if "all" in arguments.studies:
         arguments.studies = list(STUDIES)
-    {"plan": plan, "run": run}[arguments.command](arguments)
+    {"plan": plan, "run": run, "page": show}[arguments.command](arguments)
 
 
 if __name__ == "__main__":

@@ -148,3 +148,33 @@ def test_a_disk_without_locks_is_reported_in_one_line(tmp_path, monkeypatch, num
     monkeypatch.setattr(files.fcntl, "flock", none)
     with pytest.raises(WsiFlError, match=r"locks no files \([^\n]*another disk$"), file_lock(tmp_path / "x", busy):
         pass
+
+
+FAULTS = """
+import resource, sys
+import numpy as np
+from wsi_fl.system.machine import keep_freed_memory
+
+if sys.argv[1:]:
+    keep_freed_memory()
+for _ in range(20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arrays = [np.ones(1 << 20) for _ in range(8)]
+    del arrays
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not os.confstr("CS_GNU_LIBC_VERSION"), reason="a setting of glibc")
+def test_freed_memory_is_reused_and_not_returned_to_the_system(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+        monkeypatch.delenv(name)
+
+    def count_faults(*arguments):
+        command = [sys.executable, "-c", FAULTS, *arguments]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    kept = count_faults("keep")  # for 64 MiB: 16384 pages, or 32 huge ones
+    assert kept < 16 < count_faults()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072")
+    assert count_faults("keep") > kept  # a setting of the user stays

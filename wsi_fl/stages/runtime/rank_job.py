@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import TypedDict
 
 from wsi_fl.stages.runtime.console import SilentProgress, Watcher, describe_failure, print_message
-from wsi_fl.system.machine import count_ranks, list_cores, read_thread_setting
+from wsi_fl.system.machine import count_ranks, keep_freed_memory, list_cores, read_thread_setting
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -144,12 +144,13 @@ def _count_cores(own: _RankCores, ranks: Sequence[_RankCores]) -> int:
 
 
 def take_threads(share: int) -> None:
-    """Set PyTorch's threads to a share of the machine's cores, or fewer if so requested.
+    """Set PyTorch's threads to a share of the machine's cores, or fewer if so requested, and let it reuse memory.
 
     On a rank PyTorch's default is useless: one thread under Open MPI.
     """
     import torch
 
+    keep_freed_memory()
     n_threads = torch.get_num_threads() if count_ranks() is None else share
     torch.set_num_threads(min(read_thread_setting() or n_threads, share))
 
