@@ -1,12 +1,14 @@
-"""The studies of ProxyFL (Kalra et al., 2023) on MNIST and Fashion-MNIST at the paper's size, and the page of them.
+"""The studies of ProxyFL (Kalra et al., 2023) at the paper's size, and the page of their tables.
 
     python studies/reproduce.py plan all                                  # what is left, and its hours
-    python studies/reproduce.py run all --mnist mnist_70k.npz --fashion-mnist /usr/share/datasets/fashion-mnist --jobs 2
+    python studies/reproduce.py run all --mnist mnist_70k.npz --fashion-mnist /usr/share/datasets/fashion-mnist \\
+        --camelyon17 ARCHIVE --jobs 2
     python studies/reproduce.py page                                      # writes the tables of REPRODUCE.md
 
 A run is a method on one division of the images, with the division's seed as its own. Each is a line of
 `studies/rows/proxyfl.csv`; what has a line is not trained again, so the same command goes on after any interruption.
-Joint is one model of all hospitals' images, trained once, with differential privacy for each image.
+Joint is one model of all hospitals' images, trained once, with differential privacy for each image. Slides have one
+division, so there a seed is that of the training alone.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,15 +27,26 @@ from dataclasses import asdict, dataclass, fields
 from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
-
-import numpy as np
-from pages import fill_page
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
+import torch
+from pages import fill_page
+
+from wsi_fl.stages.prepare.init_study import init_study
+from wsi_fl.stages.prepare.partition import partition_images
+from wsi_fl.stages.prepare.tile import tile_slides
+from wsi_fl.stages.training.train import train
+from wsi_fl.stores.patch_store import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.system.machine import keep_freed_memory
+
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, PAGE = ROOT / "studies/rows/proxyfl.csv", ROOT / "studies/REPRODUCE.md"
-N_SITES, PER_SITE, ROUNDS, SEEDS = 8, 1000, 300, range(5)
+N_SITES, PER_SITE, SEEDS = 8, 1000, range(5)
+SLIDES = "camelyon17"
 NO_DP, MLP = "privacy.enabled=false", "model.private=mlp"
 FEDERATED = ("fedavg", "avgpush", "cwt", "fml", "proxyfl")
 METHODS = ("regular", "joint", *FEDERATED)
@@ -51,6 +65,11 @@ class Trial:
     pipeline: str = "mnist"
 
     @property
+    def rounds(self) -> int:
+        """Return the number of rounds in the paper: 300 of images, 30 of slides."""
+        return 30 if self.data == SLIDES else 300
+
+    @property
     def label(self) -> str:
         """Return how a table names it."""
         return NAMES[self.method] + (", without DP" if NO_DP in self.settings else "")
@@ -58,9 +77,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Row:
-    """What one run reached: values of each site in the last round, separated by spaces.
+    """What one run reached: scores of each site's private model in the last round, separated by spaces.
 
-    `model` names the model that accuracy and macro-accuracy belong to. `curve` has round:mean accuracy.
+    The private model of a method with a single model is that one. `curve` has round:mean accuracy.
     """
 
     data: str
@@ -70,7 +89,6 @@ class Row:
     settings: str
     seed: int
     rounds: int
-    model: str
     accuracy: str
     macro_accuracy: str
     proxy_accuracy: str
@@ -84,7 +102,7 @@ class Row:
     def shows(self, trial: Trial) -> bool:
         """Return whether it is a run of the trial at the paper's size."""
         mine = (self.method, self.settings, self.data, self.skew, self.pipeline, self.rounds)
-        return mine == (trial.method, " ".join(trial.settings), trial.data, trial.skew, trial.pipeline, ROUNDS)
+        return mine == (trial.method, " ".join(trial.settings), trial.data, trial.skew, trial.pipeline, trial.rounds)
 
     def values(self, column: str = "accuracy") -> list[float]:
         """Return the values of its sites."""
@@ -106,15 +124,18 @@ def batched(size: int) -> tuple[str, ...]:
     return (MLP,) if size == 250 else (MLP, f"train.batch_size={size}")
 
 
-SKEWS, ALPHAS, BATCHES = (0.1, 0.5, 0.8, 0.9), (0.1, 0.3, 0.5, 0.7, 0.9), (50, 100, 250, 500)
+def with_all_methods(*settings: str, **options: str) -> list[Trial]:
+    """Return all methods with DP, after hospitals that train alone without it."""
+    return [Trial("regular", (*settings, NO_DP), **options), *(Trial(m, settings, **options) for m in METHODS)]
+
+
+SKEWS, ALPHAS, BATCHES = (0.1, 0.5, 0.8, 0.9), (0.1, 0.3, 0.5, 0.7, 0.9), (100, 250, 500)
 MIXED = "mnist_heterogeneous"
 STUDIES: dict[str, list[Trial]] = {
-    "mnist": [Trial("regular", (NO_DP,)), *(Trial(method) for method in METHODS)],
-    "fashion_mnist": [
-        Trial(method, settings, "fashion_mnist", pipeline="fashion_mnist")
-        for method, settings in (("regular", (NO_DP,)), *((method, ()) for method in METHODS))
-    ],
-    "mlp": [Trial("regular", (MLP, NO_DP)), *with_mlp()],
+    "mnist": with_all_methods(),
+    "fashion_mnist": with_all_methods(data="fashion_mnist", pipeline="fashion_mnist"),
+    SLIDES: with_all_methods("privacy.mode=paper", data=SLIDES, skew="", pipeline="camelyon17_small"),
+    "mlp": with_all_methods(MLP),
     "without_dp": with_mlp(NO_DP),
     "alpha": [Trial(method, weighted(alpha)) for method in ("fml", "proxyfl") for alpha in ALPHAS],
     "batch": [Trial("proxyfl", batched(size)) for size in BATCHES],
@@ -164,57 +185,60 @@ def estimate_minutes(trial: Trial, rows: Sequence[Row]) -> float:
     )
     found: list[float] = []
     for is_like in like:
-        found = found or [float(row.cpu_minutes) for row in rows if is_like(row) and row.rounds == ROUNDS]
+        found = found or [float(row.cpu_minutes) for row in rows if is_like(row) and row.rounds == trial.rounds]
     return float(np.mean(found)) if found else 10.0
 
 
-def make_study(folder: Path, images: Path, trial: Trial, seed: int):
-    """Divide the images among the sites of a new study; for Joint, a single site then holds them all."""
-    from wsi_fl.stages.prepare.init_study import init_study
-    from wsi_fl.stages.prepare.partition import partition_images
-    from wsi_fl.stores.patch_store import PatchStore
-    from wsi_fl.study.folder import Study
-
+def make_study(folder: Path, source: Path, trial: Trial, seed: int) -> Study:
+    """Divide images among sites of a new study, or tile an archive; for Joint, a single site then holds them all."""
     if (folder / "made").exists():
         return Study(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    init_study(folder)
+    if trial.data == SLIDES:
+        init_study(folder, archive=source, pipeline=trial.pipeline)
+        tile_slides(Study(folder), site=None, pipeline_name=trial.pipeline)
+    else:
+        init_study(folder)
+        partition_images(Study(folder), source, n_sites=N_SITES, per_site=PER_SITE, skew=trial.skew, seed=seed)
     study = Study(folder)
-    partition_images(study, images, n_sites=N_SITES, per_site=PER_SITE, skew=trial.skew, seed=seed)
     if trial.method == "joint":
-        parts = {"train": ([], []), "test": ([], [])}
-        for k in range(N_SITES):
-            with PatchStore(study.store_path(f"S{k + 1}")) as store:
-                for split, (x, y) in parts.items():
-                    rows = np.flatnonzero(store.table.split == split)
-                    x.append(store.read(rows))
-                    y.append(store.table.label[rows])
-        arrays = {
-            f"{name}_{split}": np.concatenate(values)
-            for split, pair in parts.items()
-            for name, values in zip("xy", pair, strict=True)
-        }
-        np.savez(folder / "all.npz", **arrays)
-        partition_images(study, folder / "all.npz", n_sites=1, prefix="J")
+        pool_stores(study, study.site_names())
     if trial.pipeline == MIXED:
-        for k, name in enumerate(ARCHITECTURES):
-            path = study.site_path(f"S{k + 1}")
-            path.write_text(path.read_text() + f'private_model = "{name}"\n')
+        for name, model in zip(study.site_names(), ARCHITECTURES, strict=True):
+            path = study.site_path(name)
+            path.write_text(path.read_text() + f'private_model = "{model}"\n')
     (folder / "made").touch()
     return study
 
 
-def run_trial(folder: Path, images: Path, trial: Trial, seed: int, rounds: int = ROUNDS) -> Row:
+def pool_stores(study: Study, sites: Sequence[str]) -> None:
+    """Make a site J1 of all sites' images, for training and for the test."""
+    parts: dict[str, tuple[list[Any], list[Any]]] = {"train": ([], []), "test": ([], [])}
+    for site in sites:
+        with PatchStore(study.store_path(site)) as store:
+            for split, (x, y) in parts.items():
+                rows = np.flatnonzero(store.table.split == split)
+                x.append(store.read(rows))
+                y.append(store.table.label[rows])
+    arrays = {
+        f"{name}_{split}": np.concatenate(values)
+        for split, pair in parts.items()
+        for name, values in zip("xy", pair, strict=True)
+    }
+    path = study.root / "all.npz"
+    np.savez(path, **arrays)
+    partition_images(study, path, n_sites=1, prefix="J")
+    path.unlink()
+
+
+def run_trial(folder: Path, source: Path, trial: Trial, seed: int, rounds: int | None = None) -> Row:
     """Train one run in a study of its own and return its line; the study is removed."""
-    import torch
-
-    from wsi_fl.stages.training.train import train
-
     torch.set_num_threads(1)
-    began = time.process_time()
-    study = make_study(folder, images, trial, seed)
-    joint = trial.method == "joint"
-    sites = ["J1"] if joint else [f"S{k + 1}" for k in range(N_SITES)]
+    keep_freed_memory()
+    began, rounds = time.process_time(), rounds or trial.rounds
+    study = make_study(folder, source, trial, seed)
+    is_joint = trial.method == "joint"
+    sites = ["J1"] if is_joint else [name for name in study.site_names() if name != "J1"]
     overrides = [
         f"train.rounds={rounds}",
         f"train.eval_every={max(rounds // 6, 1)}",
@@ -222,39 +246,45 @@ def run_trial(folder: Path, images: Path, trial: Trial, seed: int, rounds: int =
         f"sites={json.dumps(sites)}",
         *trial.settings,
     ]
-    method = "regular" if joint else trial.method
+    method = "regular" if is_joint else trial.method
     summary = train(study, method=method, pipeline_name=trial.pipeline, overrides=overrides, backend="local")
-    metrics = [
-        [
-            json.loads(line)
-            for line in (study.root / summary["run"] / f"sites/{site}/metrics.jsonl").read_text().splitlines()
-        ]
-        for site in sites
-    ]
-    last = [lines[-1] for lines in metrics]
-    evaluated = [[line for line in lines if "own" in line] for lines in metrics]
-    means = {
-        lines[0]["round"]: np.mean([merged(line)["accuracy"] for line in lines])
-        for lines in zip(*evaluated, strict=True)
-    }
+    files = [study.root / summary["run"] / f"sites/{site}/metrics.jsonl" for site in sites]
     row = Row(
         **{name: getattr(trial, name) for name in ("data", "skew", "pipeline", "method")},
         settings=" ".join(trial.settings),
         seed=seed,
         rounds=rounds,
-        model=" ".join(sorted({line.get("model", "private") for line in last})),
-        accuracy=join(merged(line)["accuracy"] for line in last),
-        macro_accuracy=join(merged(line)["macro_accuracy"] for line in last),
-        proxy_accuracy=join(line["proxy"]["accuracy"] for line in last if "proxy" in line),
+        **read_scores([[json.loads(line) for line in path.read_text().splitlines()] for path in files]),
         epsilon=f"{max(site['epsilon'] or 0.0 for site in summary['sites']):.4g}",
         guarantee=summary["sites"][0]["guarantee"],
-        curve=" ".join(f"{round_}:{mean:.4f}" for round_, mean in means.items()),
         cpu_minutes=f"{(time.process_time() - began) / 60:.2f}",
         date=date.today().isoformat(),
         commit=find_commit(),
     )
     shutil.rmtree(folder)
     return row
+
+
+def read_scores(metrics: Sequence[Sequence[dict[str, Any]]]) -> dict[str, str]:
+    """Return the columns of scores, given each site's lines of metrics.
+
+    Raises:
+        SystemExit: when a site was scored by another model than its private one, or the only one.
+    """
+    last = [lines[-1] for lines in metrics]
+    if other := {line.get("model", "private") for line in last} - {"private"}:
+        raise SystemExit(f"the model scored is {other.pop()}, not the one that the paper compares")
+    evaluated = [[line for line in lines if "own" in line] for lines in metrics]
+    means = {
+        lines[0]["round"]: np.mean([merged(line)["accuracy"] for line in lines])
+        for lines in zip(*evaluated, strict=True)
+    }
+    return {
+        "accuracy": join(merged(line)["accuracy"] for line in last),
+        "macro_accuracy": join(merged(line)["macro_accuracy"] for line in last),
+        "proxy_accuracy": join(line["proxy"]["accuracy"] for line in last if "proxy" in line),
+        "curve": " ".join(f"{round_}:{mean:.4f}" for round_, mean in means.items()),
+    }
 
 
 def merged(line: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -275,18 +305,35 @@ def find_commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
+def end_with_parent(parent: int) -> None:
+    """End this process when its parent was killed, so that the same command can start anew."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Train what is left, some runs at a time, and add each line as it ends."""
-    images = {"mnist": arguments.mnist, "fashion_mnist": arguments.fashion_mnist}
+    sources = {name: getattr(arguments, name) for name in ("mnist", "fashion_mnist", SLIDES)}
     left = list_left(arguments.studies, read_rows(arguments.rows))
-    if missing := {trial.data for trial, _ in left if images[trial.data] is None}:
+    if missing := {trial.data for trial, _ in left if sources[trial.data] is None}:
         raise SystemExit(f"--{min(missing).replace('_', '-')} is needed for its tables")
-    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(
+        arguments.jobs,
+        mp_context=get_context("spawn"),
+        initializer=end_with_parent,
+        initargs=(os.getpid(),),
+        max_tasks_per_child=1,
+    ) as pool:
         jobs = {}
         for trial, seed in left:
             words = [trial.data, trial.skew, trial.pipeline, trial.method, *trial.settings, str(seed)]
             folder = arguments.folder / "_".join(words).replace(":", "")
-            jobs[pool.submit(run_trial, folder, images[trial.data], trial, seed)] = " ".join(words)
+            jobs[pool.submit(run_trial, folder, sources[trial.data], trial, seed)] = " ".join(words)
         for n, job in enumerate(as_completed(jobs), 1):
             row = job.result()
             append_row(row, arguments.rows)
@@ -320,6 +367,7 @@ def main() -> None:
     parser.add_argument("studies", nargs="*", choices=[*STUDIES, "all"], default="all")
     parser.add_argument("--mnist", type=Path, help="npz file or folder of MNIST")
     parser.add_argument("--fashion-mnist", type=Path, help="folder of Fashion-MNIST, as Debian's dataset-fashion-mnist")
+    parser.add_argument("--camelyon17", type=Path, help="an archive with the layout of Camelyon17")
     parser.add_argument("--folder", type=Path, default=Path("reproduce"), help="for the studies while they train")
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
