@@ -103,10 +103,10 @@ def select_detections(centers_l0: _Floats, probability: _Floats, radius_l0: floa
 def match_detections(points_l0: _Floats, probability: _Floats, lesions: Lesions) -> SlideDetections:
     """Assign detections at points [n, 2] with probabilities [n] to the lesions that they hit."""
     point, lesion = shapely.STRtree(lesions.areas).query(shapely.points(points_l0), predicate="intersects").tolist()
-    found, is_outside = np.zeros(len(lesions.areas)), np.ones(len(probability), bool)
-    np.maximum.at(found, lesion, probability[point])
+    highest, is_outside = np.zeros(len(lesions.areas)), np.ones(len(probability), bool)
+    np.maximum.at(highest, lesion, probability[point])
     is_outside[point] = False
-    return SlideDetections(found[~lesions.isolated], probability[is_outside])
+    return SlideDetections(highest[~lesions.isolated], probability[is_outside])
 
 
 def compute_sensitivities(lesions: _Floats, false_positives: _Floats, n_slides: int) -> _Floats:
