@@ -71,7 +71,7 @@ def describe_clinically(
             raise UsageError(f"{name}: predicts no classes; see its scores in `wsi-fl report`")
         document = _describe_runs(contexts, prevalence=prevalence, by=by, least=least)
         if document is not None and lesions:
-            document["lesions"] = score_lesions(contexts)
+            document = {**document, "lesions": score_lesions(contexts)}
     if document is None:
         raise WsiFlError(f"{name} has no predictions of a test set; run `wsi-fl evaluate {name}`")
     if len(runs) == 1:
@@ -219,7 +219,7 @@ def build_section(context: SectionContext) -> PageSection | None:
     document = _describe_runs([run_context], **{k: last[k] for k in ("prevalence", "by", "least") if k in last})
     if document is None:
         return None
-    document["lesions"] = last.get("lesions")
+    document = {**document, "lesions": last.get("lesions")}
     values = build_clinical_section(document, context.colors)
     html = context.fill_template("clinical", Path(__file__).parent, values | {"document": document})
     return PageSection("clinic", "For the clinic", "comparison", html, _answer_checklist(document, values))

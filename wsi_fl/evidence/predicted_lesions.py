@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -167,7 +168,7 @@ def tabulate_lesions(scores: Sequence[LesionScores]) -> TextTable:
     rows = []
     for row in scores:
         for label, values in (("per slide", row["per_slide"]), ("per normal slide", row["per_normal_slide"])):
-            cells = [None if values is None else sum(values) / len(values), *(values or [None] * len(rates))]
+            cells = [nan] * (1 + len(rates)) if values is None else [sum(values) / len(values), *values]
             counts = f"{row['slides']} ({row['normal_slides']})", f"{row['lesions']} ({row['isolated']})"
             rows.append([row["site"], *counts, label, *(format_number(cell, 2) for cell in cells)])
     headings = ["", "slides (normal)", "lesions (isolated cells)", "false positives", "FROC", *rates]
