@@ -134,8 +134,11 @@ def test_false_positives_of_slides_with_tumour_count_by_one_rule_alone(tiled, ar
     assert row["per_normal_slide"] == [1.0] * 6
 
 
-def test_predictions_of_another_slide_and_none_are_refused(tiled, archive, tmp_path):
+def test_predictions_that_are_damaged_of_another_slide_or_missing_are_refused(tiled, archive, tmp_path):
     with predicted_run(tiled, archive, tmp_path / "a", lambda inside, _: inside * 1.0) as context:
+        for table in (tmp_path / "a").glob("predictions/C1/*/patches.csv"):
+            table.write_text(table.read_text().replace(",16,", ",,"))
+        refused(lambda: score_lesions([context]), "patches.csv: damaged; predict the slide again", error=WsiFlError)
         for path in (tmp_path / "a").glob("predictions/C1/*/score.json"):
             path.write_text(json.dumps({**json.loads(path.read_text()), "quickhash": "other"}))
         refused(lambda: score_lesions([context]), "not the slide that was predicted", error=WsiFlError)

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 import pandas as pd
 import shapely
+from numpy.typing import NDArray
 
 from wsi_fl.evidence.lesion_froc import (
     FALSE_POSITIVE_RATES,
@@ -35,6 +36,8 @@ from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.files import read_object
 from wsi_fl.types import CLASSES, SlideRecord, UsageError, WsiFlError
+
+_Floats = NDArray[np.float64]
 
 _RADIUS_SIDES = 1.5
 """Radius of non-maximum suppression in sides of a patch: the eight neighbours on the grid are within it."""
@@ -139,12 +142,22 @@ def _score_folders(
 def _score_slide(context: RunContext, site: SiteFile, record: SlideRecord, folder: Path) -> _ScoredSlide:
     score = read_object(folder / "score.json", "predict the slide again")
     lesions = _find_slide_lesions(context, site, record, score.get("quickhash"))
-    patches = pd.read_csv(folder / "patches.csv")
-    side, probability = float(patches["size_l0"].iloc[0]), patches["p_tumor"].to_numpy(np.float64)
-    centers = patches[["x_l0", "y_l0"]].to_numpy(np.float64) + side / 2
+    centers, side, probability = _read_patches(folder / "patches.csv")
     rows = select_detections(centers, probability, _RADIUS_SIDES * side)
     detections = match_detections(centers[rows], probability[rows], lesions)
     return _ScoredSlide(str(score.get("model")), lesions, detections, record.supervision == "negative")
+
+
+def _read_patches(path: Path) -> tuple[_Floats, float, _Floats]:
+    """Return the centres [n, 2] and the side of a slide's patches in level-0 pixels, and their probabilities [n]."""
+    try:
+        columns = pd.read_csv(path)[["x_l0", "y_l0", "size_l0", "p_tumor"]].to_numpy(np.float64)
+    except (KeyError, ValueError, OSError):
+        columns = np.empty((0, 4))
+    if not len(columns) or not np.isfinite(columns).all():
+        raise WsiFlError(f"{path}: damaged; predict the slide again")
+    side = float(columns[0, 2])
+    return columns[:, :2] + side / 2, side, columns[:, 3]
 
 
 def _find_slide_lesions(context: RunContext, site: SiteFile, record: SlideRecord, quickhash: object) -> Lesions:
