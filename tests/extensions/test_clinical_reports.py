@@ -11,12 +11,14 @@ from sklearn.metrics import recall_score, roc_auc_score
 from test_local_baseline import ALONE, HEADS
 from training_runs import csv_rows, trained
 
-from wsi_fl.evidence.clinical import describe_clinically
+from wsi_fl.evidence import clinical
+from wsi_fl.evidence.clinical import describe_clinically, render_clinical_lines
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site.target_labels import read_column
 from wsi_fl.stages.training.train import train_series
 from wsi_fl.study.folder import Study
+from wsi_fl.types import WsiFlError
 
 ONE_OF_MORE = "The predicted class is the most probable one"
 
@@ -120,6 +122,25 @@ def test_the_page_of_three_classes_has_no_threshold(tmp_path, monkeypatch):
     describe_clinically(study, [run])
     page = write_report(study, run).read_text(encoding="utf-8")
     assert ONE_OF_MORE in page and "or from 0.50" not in page
+
+
+def test_lesions_are_shown_by_console_and_page(clinical_study, monkeypatch):
+    study, run = clinical_study
+    name = run.split("/")[-1]
+    refused(
+        lambda: describe_clinically(study, [run], lesions=True), f"{name} has no predicted slides", error=WsiFlError
+    )
+    counts = {"slides": 9, "normal_slides": 5, "lesions": 4, "isolated": 1, "left_out": {"not of this site": 2}}
+    values = [0.0, 0.25, 0.25, 0.5, 0.75, 1.0]
+    scores = {"site": "S0", "models": ["private"], **counts, "per_slide": values, "per_normal_slide": None}
+    monkeypatch.setattr(clinical, "score_lesions", lambda contexts: [scores])
+    document = describe_clinically(study, [run], lesions=True)
+    assert document["lesions"] == [scores]
+    table = next(line for line in render_clinical_lines(document) if "Lesions" in getattr(line, "title", ""))
+    shown = ["S0", "9 (5)", "4 (1)", "per slide", "0.46", "0.00", "0.25", "0.25", "0.50", "0.75", "1.00"]
+    assert [*table.rows] == [shown, [*shown[:3], "per normal slide", *["–"] * 7]]
+    page = html.unescape(write_report(study, run).read_text(encoding="utf-8"))
+    assert "<td>per slide</td><td>0.46</td>" in page and "S0: left out 2 not of this site." in page
 
 
 def test_folds_are_reported_together(clinical_study, wsi_fl):

@@ -86,6 +86,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(study):
         ("privacy.mode=paper", "privacy.mode", "paper"),
         ('privacy.mode="paper"', "privacy.mode", "paper"),
         ("train.augment=a=b", "train.augment", "a=b"),
+        ('train.augment=["mirror", "quarter_turns"]', "train.augment", ["mirror", "quarter_turns"]),
         ('sites=["C2"]', "sites", ["C2"]),
     ],
 )

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from training_runs import assert_resumes, dying, of_site, run_of
 
-from wsi_fl.data.batches import build_augmentation, build_tensor
+from wsi_fl.data.augmentation import build_augmentation
+from wsi_fl.data.batches import build_tensor
 from wsi_fl.federation import loop
 from wsi_fl.federation.topology import TOPOLOGIES
 from wsi_fl.models import create_model
@@ -189,6 +190,12 @@ def test_augmentation_is_secret_wherever_epsilon_is_guaranteed(pair, monkeypatch
         run(pair, "regular", override, "train.rounds=2")
     assert len(set(seeds[:4])) == 4
     assert (seeds[:4] == seeds[4:]) is not secret
+
+
+def test_an_unknown_augmentation_is_refused_before_training(study):
+    with pytest.raises(UsageError, match="unknown augmentation 'flip'"):
+        run(study, "proxyfl", 'train.augment=["mirror", "flip"]')
+    assert not study.runs_path.exists()
 
 
 def test_a_graph_of_too_many_hops_is_refused_before_training(study, monkeypatch):

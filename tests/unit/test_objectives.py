@@ -1,5 +1,6 @@
 """Objectives, examples, transforms and the local step, each against its definition."""
 
+import sys
 from dataclasses import replace
 from hashlib import sha256
 
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from wsi_fl.data.batches import build_augmentation, build_tensor, draw_epoch_rows, load_batches
+from wsi_fl.data.augmentation import build_augmentation, check_augmentation
+from wsi_fl.data.batches import build_tensor, draw_epoch_rows, load_batches
 from wsi_fl.data.cohort import Cohort, concatenate_examples
 from wsi_fl.data.tasks import kl_divergence, mutual_loss
 from wsi_fl.federation.methods import METHODS, Weights
@@ -186,6 +188,33 @@ def test_batches_are_normalised_by_constants_and_may_be_empty():
     np.testing.assert_allclose(x[2].permute(1, 2, 0).numpy(), pixels[4] / 127.5 - 1, atol=1e-6)
     assert y.tolist() == data.label[[0, 1, 4]].tolist() and nothing.shape == (0, 3, 8, 8)
     assert none.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("names", "odds"),
+    [
+        ("mirror", [1 / 2, 0, 0, 0, 1 / 2, 0, 0, 0]),
+        ("quarter_turns", [1 / 4] * 4 + [0] * 4),
+        (["mirror", "quarter_turns"], [1 / 8] * 8),
+        ("flips", [1 / 6, 1 / 12, 1 / 6, 1 / 12] * 2),
+    ],
+)
+def test_an_augmentation_draws_symmetries_with_the_odds_that_it_names(names, odds):
+    image = torch.arange(12.0).view(3, 2, 2)
+    symmetries = [side.rot90(k, (1, 2)) for side in (image, image.flip(2)) for k in range(4)]
+    augment, n = build_augmentation(names, CipherStream.from_seed(5)), 3000
+    drawn = [[torch.equal(view, one) for one in symmetries].index(True) for view in (augment(image) for _ in range(n))]
+    np.testing.assert_allclose(np.bincount(drawn, minlength=8) / n, odds, atol=0.025)
+    assert all(np.bincount(drawn, minlength=8)[np.array(odds) == 0] == 0)
+
+
+def test_only_a_name_of_monai_imports_monai(monkeypatch):
+    monkeypatch.setitem(sys.modules, "monai", None)
+    for name in ("none", "mirror", "quarter_turns", "flips", "stain"):
+        check_augmentation(name)
+        build_augmentation([name], CipherStream.from_seed(0))
+    refused(lambda: check_augmentation("flip"), "unknown augmentation 'flip'", "mirror, quarter_turns, flips, stain")
+    refused(lambda: check_augmentation("monai:RandZoom"), "needs MONAI", "pip install monai", error=WsiFlError)
 
 
 @pytest.mark.parametrize(("name", "digest"), [("flips", "6076fa1b9586a66c"), ("stain", "62fd27f84b40c266")])

@@ -1,17 +1,17 @@
-"""Batches of examples for training and prediction, and their augmentation."""
+"""Batches of examples for training and prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.data.augmentation import Augment
 from wsi_fl.data.cohort import Cohort, Inputs, require_labels
 from wsi_fl.system.direct_io import BufferPool
 from wsi_fl.system.prefetch import prefetch_items
-from wsi_fl.types import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from wsi_fl.privacy.cipher import CipherStream
 
-Augment = Callable[["Tensor"], "Tensor"]
-"""One image float32[channels, h, w], normalised to [−1, 1] → another, possibly outside this range."""
 _PREFETCH_BATCHES = 2
 _DRAW_RANGE = 1 << 62
 """Range of the numbers drawn for the views of examples."""
@@ -101,48 +99,3 @@ def load_batches(
             yield images, torch.from_numpy(examples.label[chosen]).to(device)
 
     yield from (prefetch_items(generate_batches(), _PREFETCH_BATCHES) if device.type == "cuda" else generate_batches())
-
-
-_AUGMENTATIONS = ("none", "flips", "stain")
-"""Names of augmentations; their parameters are constants, never statistics of a data set."""
-
-
-def build_augmentation(name: str, stream: CipherStream) -> Augment | None:
-    """Return the named augmentation of images float32[c, h, w] in [−1, 1], drawn by the stream.
-
-    `flips` draws one of the eight symmetries of the square, since a patch has no up; `stain` also, per colour channel,
-    a gain about mid-grey and an offset, as of other laboratories' stains. They equal MONAI's RandFlip, RandRotate90,
-    RandScaleIntensity and RandShiftIntensity, whose import takes longer than a small run.
-
-    Raises:
-        UsageError: for an unknown name.
-    """
-    if name not in _AUGMENTATIONS:
-        raise UsageError(f"unknown augmentation {name!r}; known: {', '.join(_AUGMENTATIONS)}")
-    if name == "none":
-        return None
-    import torch
-
-    def draw_number() -> float:
-        return stream.randbelow(2**53) * 2.0**-53
-
-    def draw_values(image: Tensor, bound: float) -> list[float]:
-        return [2 * bound * draw_number() - bound for _ in image]
-
-    def expand_channels(image: Tensor, numbers: list[float]) -> Tensor:
-        return torch.tensor(numbers, dtype=image.dtype, device=image.device)[:, None, None]
-
-    def augment(image: Tensor) -> Tensor:
-        for axis in (1, 2):
-            if draw_number() < 0.5:
-                image = image.flip(axis)
-        if draw_number() < 0.5:
-            image = torch.rot90(image, stream.randbelow(3) + 1, (1, 2))
-        if name == "stain":
-            if draw_number() < 0.8:
-                image = image * expand_channels(image, [1 + value for value in draw_values(image, 0.4)])
-            if draw_number() < 0.8:
-                image = image + expand_channels(image, draw_values(image, 0.5))
-        return image
-
-    return augment

@@ -96,15 +96,18 @@ def report_clinical(
     least: Annotated[
         int, Option("--min-patients", min=1, help="Fewest patients, cases and others of a shown group.")
     ] = 10,
+    lesions: Annotated[
+        bool,
+        Option("--lesions", help="Score lesions found in slides of `predict` against outlines: Camelyon16's FROC."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Report clinical performance of a run by patient: sensitivity, predictive values, calibration, benefit."""
     study = find_study()
     from wsi_fl.evidence.clinical import describe_clinically, render_clinical_lines
 
-    print_document(
-        describe_clinically(study, runs, prevalence=prevalence, by=by, least=least), as_json, render_clinical_lines
-    )
+    document = describe_clinically(study, runs, prevalence=prevalence, by=by, least=least, lesions=lesions)
+    print_document(document, as_json, render_clinical_lines)
 
 
 @partial(announce_start, name="audit")

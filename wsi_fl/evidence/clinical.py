@@ -16,6 +16,7 @@ from wsi_fl.evidence import clinical_metrics as measures
 from wsi_fl.evidence.clinical_metrics import MIN_SUBGROUP
 from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
 from wsi_fl.evidence.compare_runs import resolve_runs
+from wsi_fl.evidence.predicted_lesions import explain_left_out, score_lesions, tabulate_lesions
 from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.report.formatting import Json
 from wsi_fl.report.sections import PageSection, SectionContext
@@ -42,6 +43,7 @@ def describe_clinically(
     prevalence: float | None = None,
     by: str | None = None,
     least: int = MIN_SUBGROUP,
+    lesions: bool = False,
 ) -> Json:
     """Compute clinical measures of each site's predictions by patient; return the document.
 
@@ -53,6 +55,7 @@ def describe_clinically(
         prevalence: of additional predictive values.
         by: a column for subgroups: `part` or `tumor_type`, or a column of the sites' tables.
         least: smallest number of patients, of cases and of others, of a reported subgroup.
+        lesions: whether lesions found in the slides of `predict` are scored too.
 
     Raises:
         UsageError: for an invalid prevalence, an unknown column, or a run without classes.
@@ -67,6 +70,8 @@ def describe_clinically(
         if contexts[0].task.kind != "classes":
             raise UsageError(f"{name}: predicts no classes; see its scores in `wsi-fl report`")
         document = _describe_runs(contexts, prevalence=prevalence, by=by, least=least)
+        if document is not None and lesions:
+            document = {**document, "lesions": score_lesions(contexts)}
     if document is None:
         raise WsiFlError(f"{name} has no predictions of a test set; run `wsi-fl evaluate {name}`")
     if len(runs) == 1:
@@ -105,6 +110,7 @@ def _describe_runs(
         "by": by,
         "thresholds": list(_DECISION_THRESHOLDS),
         "sites": rows,
+        "lesions": None,
     }
 
 
@@ -213,6 +219,7 @@ def build_section(context: SectionContext) -> PageSection | None:
     document = _describe_runs([run_context], **{k: last[k] for k in ("prevalence", "by", "least") if k in last})
     if document is None:
         return None
+    document = {**document, "lesions": last.get("lesions")}
     values = build_clinical_section(document, context.colors)
     html = context.fill_template("clinical", Path(__file__).parent, values | {"document": document})
     return PageSection("clinic", "For the clinic", "comparison", html, _answer_checklist(document, values))
@@ -251,5 +258,8 @@ def render_clinical_lines(document: Json) -> Lines:
                     text = ", ".join([f"{group_row['n']} patients", *values])
                 yield TextLine(f"  {site['site']}, {name}, {document['by']} {group or 'unknown'}: {text}")
     yield from (TextLine(f"  {sentence}") for sentence in list_clinical_findings(document))
+    if document["lesions"] is not None:
+        yield tabulate_lesions(document["lesions"])
+        yield from (TextLine(f"  {sentence}") for sentence in explain_left_out(document["lesions"]))
     if document["folds"] is None:
         yield TextLine(f"next: wsi-fl report {document['run']}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from wsi_fl.evidence.predicted_lesions import explain_left_out, tabulate_lesions
 from wsi_fl.report import formatting
 from wsi_fl.report.figures import INK, MUTED, Chart, open_figure, render_svg
 from wsi_fl.report.formatting import Json, format_number
@@ -11,6 +12,7 @@ from wsi_fl.report.formatting import Json, format_number
 
 def build_clinical_section(document: Json, colors: Mapping[str, str]) -> dict[str, object]:
     """Return the values of the section."""
+    lesions = document.get("lesions") or ()
     groups = [
         {
             "site": site["site"],
@@ -35,6 +37,8 @@ def build_clinical_section(document: Json, colors: Mapping[str, str]) -> dict[st
         "several": any(len(site["classes"]) > 1 for site in document["sites"]),
         "any_counts": any(site["any_counts"] for site in document["sites"]),
         "merged": any(site["on"] == "merged" for site in document["sites"]),
+        "lesions": tabulate_lesions(lesions) if lesions else None,
+        "left_out": explain_left_out(lesions),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wsi_fl.data.batches import Augment
+from wsi_fl.data.augmentation import Augment
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.topology import Topology
 from wsi_fl.privacy.cipher import CipherStream

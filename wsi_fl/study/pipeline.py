@@ -78,9 +78,11 @@ class TrainSettings(Section):
     val_fraction: float = Field(0.0, ge=0, lt=1)
     """Probability with which each training patient is held out for validation where the store has no validation split.
     These patients select the prediction model; methods without communication hold none out."""
-    augment: str = "flips"
-    """Augmentation of training patches: `none`, the eight symmetries of the square (`flips`), or these and random
-    colour changes (`stain`)."""
+    augment: str | list[str] = "flips"
+    """Augmentation of training patches, or a list that is applied in order: `none`; `mirror` (left and right exchanged,
+    probability 1/2); `quarter_turns` (by 0, 90, 180 or 270 degrees); `flips` (the eight symmetries of the square,
+    unevenly); `stain` (`flips` and random colour changes); or a random transform of MONAI with its arguments, such as
+    `monai:RandGaussianNoise(prob=0.5)`. Images range from −1 to 1."""
     input_px: int | None = Field(None, ge=8, le=4096)
     """Size to which patches are reduced for training, in pixels. By default they are not reduced."""
     data: Literal["patches", "features", "mosaics"] = settings_key(

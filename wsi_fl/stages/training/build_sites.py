@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from wsi_fl.data.batches import build_augmentation
+from wsi_fl.data.augmentation import build_augmentation
 from wsi_fl.data.cohort import Cohort, concatenate_examples, sample_patches
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, build_canaries, toss_coins
 from wsi_fl.data.validation import draw_held_out, require_patient_names

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from wsi_fl import __version__
+from wsi_fl.data.augmentation import check_augmentation
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.federation.methods import FILES, Method, list_names
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, find_topology, list_hops, read_graph
@@ -53,6 +54,8 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     if refusal := find_clash(pipeline, list_traits(row)):
         raise UsageError(refusal)
+    if context.kind.is_images:
+        check_augmentation(pipeline.train.augment)
     min_sites = pipeline.train.min_sites
     n, is_local = (len(context.members if context.uses_files else sites), stores and pipeline.train.from_released)
     if min_sites is not None and not is_local and not 2 <= min_sites <= n:
