@@ -1,6 +1,5 @@
 """Networks of MONAI by name: classifiers without BatchNorm, whose clipped gradients are those of a loop."""
 
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -15,9 +14,6 @@ from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.privacy.layer_gradients import find_obstacle
 from wsi_fl.privacy.row_independence import model_origin, train_without_dropout
 from wsi_fl.types import Images
-
-sys.modules.setdefault("rfc3987_syntax", None)
-"""jsonschema, which MONAI imports, takes ten seconds longer with this optional grammar, of no use here."""
 
 
 def build(name, size_px=32, *, channels=3, seed=0, **more):

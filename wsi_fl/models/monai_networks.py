@@ -50,19 +50,20 @@ def _find_builders(n_classes: int, shape: Images) -> dict[str, Callable[[], nn.M
     from monai.networks import nets
     from monai.networks.nets.efficientnet import efficientnet_params
 
-    found: dict[str, Callable[[], nn.Module]] = {}
-    images = {"spatial_dims": 2, "in_channels": shape.channels}
+    builders: dict[str, Callable[[], nn.Module]] = {}
+    images = {"pretrained": False, "spatial_dims": 2, "in_channels": shape.channels}
+    bases = (nets.DenseNet, nets.SENet)
     for name, network in vars(nets).items():
         if re.fullmatch(r"resnet\d+", name) and callable(network):
-            found[name] = partial(network, spatial_dims=2, n_input_channels=shape.channels, num_classes=n_classes)
-        elif isinstance(network, type) and issubclass(network, nets.DenseNet):
-            found[name] = partial(network, **images, out_channels=n_classes)
-        elif isinstance(network, type) and issubclass(network, nets.SENet) and network is not nets.SENet:
-            found[name] = partial(network, **images, num_classes=n_classes)
+            sizes = {"spatial_dims": 2, "n_input_channels": shape.channels, "num_classes": n_classes}
+            builders[name] = partial(network, pretrained=False, **sizes)
+        elif isinstance(network, type) and issubclass(network, bases) and network not in bases:
+            outputs = "out_channels" if issubclass(network, nets.DenseNet) else "num_classes"
+            builders[name] = partial(network, **images, **{outputs: n_classes})
     for name in efficientnet_params:
-        found[name] = partial(_build_efficientnet, model_name=name, pretrained=False, **images, num_classes=n_classes)
-    found["ViT"] = partial(_VisionTransformer, n_classes, shape)
-    return found
+        builders[name] = partial(_build_efficientnet, model_name=name, **images, num_classes=n_classes)
+    builders["ViT"] = partial(_VisionTransformer, n_classes, shape)
+    return builders
 
 
 def _build_efficientnet(**arguments: object) -> nn.Module:
@@ -98,10 +99,10 @@ def _describe_unknown(name: str, classifiers: list[str]) -> str:
     fault = f"MONAI has no network {name!r}"
     if hasattr(nets, name):
         fault = f"MONAI's {name} does not classify images, or needs more than its name"
-    spellings = {known.lower(): known for known in reversed(classifiers)}
+    spellings = {classifier.lower(): classifier for classifier in reversed(classifiers)}
     near = difflib.get_close_matches(name.lower(), spellings, n=len(spellings), cutoff=_SIMILARITY)
     hint = sorted(map(spellings.__getitem__, near), key=classifiers.index)[:3] or _EXAMPLES
-    return f"{fault}; use {', '.join(f'monai:{known}' for known in hint)}"
+    return f"{fault}; use {', '.join(f'monai:{classifier}' for classifier in hint)}"
 
 
 _SIMILARITY = 0.75
