@@ -165,12 +165,16 @@ def test_monais_own_commands_run_a_bundle_and_predict_the_same(evaluated_run, mo
 
 def test_a_bundle_of_grey_pictures_gives_a_number_in_its_range_or_is_not_there(monai_bundle, tmp_path):
     model, task = create_model("lenet5", n_classes=1, shape=Images(1, 20), seed=0).eval(), NumberTask(20, 90)
-    facts = BundleFacts("age", "Age.", "A network.", "nobody", "values", (20, 90), ("age",), 0.0)
+    facts = BundleFacts("age", "Age.", "A network.", "nobody", "values", (20, 90), ("$1/0",), 0.0)
     assert write_bundle(tmp_path / "bundle", model, task.predict, Images(1, 20), facts) < 1e-5
     pixels = np.random.default_rng(0).integers(0, 256, (3, 20, 20), np.uint8)
     with torch.no_grad():
         ours = task.predict(model(prepare_patches(pixels[..., None]))).numpy()
     assert np.abs(predict_as_monai(monai_bundle, tmp_path / "bundle", pixels, tmp_path) - ours).max() < 1e-3
+    config_file = str(tmp_path / "bundle" / "configs" / "inference.json")
+    workflow = monai_bundle.ConfigWorkflow(config_file, workflow_type="infer")
+    workflow.initialize()
+    assert workflow.channel_def == {"0": "'$1/0'"} and workflow.spatial_shape == [20, 20]  # no text of ours is run
     with pytest.raises(WsiFlError, match="other numbers"):
         write_bundle(tmp_path / "bundle", Noisy(1.0, of_file=True), task.predict, Images(1, 20), facts)
     assert not (tmp_path / "bundle" / "configs" / "inference.json").exists()

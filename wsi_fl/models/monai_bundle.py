@@ -7,8 +7,9 @@ Specification: https://monai.readthedocs.io/en/stable/mb_specification.html
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def write_bundle(
     model_file, metadata_file, inference_file, readme = (folder / file for file in BUNDLE_FILES)
     for path in (metadata_file, inference_file):
         path.unlink(missing_ok=True)
-    metadata, inference = _describe_model(shape, facts), _configure_inference(shape)
+    metadata, inference = _describe_model(shape, _quote_facts(facts)), _configure_inference(shape)
     embedded = {metadata_file.name: json.dumps(metadata), inference_file.name: json.dumps(inference)}
     pixels = (example_batch(shape) + 1) * 127.5
     difference = write_torchscript(
@@ -94,6 +95,17 @@ def write_bundle(
     write_json(inference_file, inference)
     write_json(metadata_file, metadata)
     return difference
+
+
+def _quote_facts(facts: BundleFacts) -> BundleFacts:
+    """Return facts in whose texts MONAI sees no expression (`$`), reference (`@`) or file (`%`), which it would run."""
+    texts = {name: _quote_text(getattr(facts, name)) for name in ("name", "task", "description", "authors")}
+    return replace(facts, **texts, outputs=[_quote_text(name) for name in facts.outputs])
+
+
+def _quote_text(text: str) -> str:
+    text = re.sub(r"([@%])(?=#|::)", r"\1 ", text)
+    return f"'{text}'" if text.startswith(("$", "@", "%")) else text
 
 
 def _describe_input(shape: Images, mpp: float) -> str:
