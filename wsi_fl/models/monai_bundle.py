@@ -99,8 +99,14 @@ def write_bundle(
 
 def _quote_facts(facts: BundleFacts) -> BundleFacts:
     """Return facts in whose texts MONAI sees no expression (`$`), reference (`@`) or file (`%`), which it would run."""
-    texts = {name: _quote_text(getattr(facts, name)) for name in ("name", "task", "description", "authors")}
-    return replace(facts, **texts, outputs=[_quote_text(name) for name in facts.outputs])
+    return replace(
+        facts,
+        name=_quote_text(facts.name),
+        task=_quote_text(facts.task),
+        description=_quote_text(facts.description),
+        authors=_quote_text(facts.authors),
+        outputs=[_quote_text(name) for name in facts.outputs],
+    )
 
 
 def _quote_text(text: str) -> str:
