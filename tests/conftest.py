@@ -46,6 +46,9 @@ os.fsync = lambda descriptor: None
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell's background jobs ignore it, and the commands that tests interrupt would inherit that."""
 
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+"""A grammar that jsonschema, and so MONAI, imports where it is installed: ten seconds for nothing that a test needs."""
+
 
 SECONDS = {"slow": 3600, "end_to_end": 60, "": 3}
 """Of a quiet processor, children's with it, that a test may take by its marker, or without one."""
@@ -491,3 +494,9 @@ def identities(federation):
     from federation_fixtures import NAMES
 
     return {name: federation.identity(name) for name in NAMES}
+
+
+@pytest.fixture(scope="session")
+def monai_bundle():
+    """MONAI's own commands, imported before a test that needs them."""
+    return pytest.importorskip("monai.bundle")

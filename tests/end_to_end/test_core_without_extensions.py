@@ -1,4 +1,4 @@
-"""The core works without the extensions, and without the features of Linux that macOS lacks."""
+"""The core works without the extensions, without the features of Linux that macOS lacks, and without MONAI's import."""
 
 import json
 import os
@@ -33,7 +33,7 @@ for arguments in json.loads(sys.argv[1]):
         codes.append(0)
     except SystemExit as end:
         codes.append(end.code)
-print(codes)
+print(json.dumps([codes, "monai" in sys.modules]))
 """
 SMALL = [
     *("tile.size_px=32", "tile.mpp=2.0", "model.private=cnn1", "model.proxy=mlp", "train.augment=none"),
@@ -53,19 +53,21 @@ def run_without_extensions(folder: Path, study: Path, *commands):
 
 
 def test_slides_become_a_report_without_extensions_and_as_on_macos(tmp_path):
-    """Missing extensions are named in one line."""
+    """Missing extensions are named in one line; none of these commands waits for the import of MONAI."""
     archive = simulated_slides.simulate_archive(tmp_path / "archive", n_sites=2, patients_per_site=2, size_px=512)
     init_study(tmp_path / "study", archive=archive)
+    slide = min((archive / "training" / "center_0").glob("*.tif"))
     settings = [word for one in SMALL for word in ("--set", one)]
     begin = ["train", "--backend", "local", *settings, "--method"]
     work = [
         *(["--help"], ["train", "--help"], ["tile", "--all", *settings], ["check", "--all"]),
         *([*begin, "proxyfl"], [*begin, "regular"], ["evaluate", "1"], ["evaluate", "2"], ["report", "1"]),
+        ["predict", "1", "--site", "C1", "--slide", str(slide)],
     ]
     gone = [["synthesize", "train"], ["view"], ["compare", "1"], ["bench", "x.npz"], ["audit", "1"], ["clinical", "1"]]
     done = run_without_extensions(tmp_path / "installed", tmp_path / "study", *work, *gone)
-    codes = json.loads(done.stdout.splitlines()[-1])
-    assert codes == [0] * len(work) + [2] * len(gone), done.stderr
+    codes, has_monai = json.loads(done.stdout.splitlines()[-1])
+    assert not has_monai and codes == [0] * len(work) + [2] * len(gone), done.stderr
     commands, methods = done.stdout.split("Usage:")[1:3]
     assert "evaluate" in commands and "proxies travel" in " ".join(methods.split())
     for words in ("synthesize", "federation", "view ", "compare", "mpcpa:", "replay:"):

@@ -24,7 +24,8 @@ from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
-from wsi_fl.stages.evaluation.export_model import ExportResult, build_card, find_model
+from wsi_fl.stages.evaluation.export_model import build_card, find_model
+from wsi_fl.stages.evaluation.model_formats import ExportResult
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.prepare.import_export import import_features
 from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides

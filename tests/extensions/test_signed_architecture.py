@@ -39,7 +39,9 @@ def test_a_name_that_is_looked_up_elsewhere_is_refused_by_every_entry_point(stud
     monkeypatch.setattr("timm.create_model", lambda *given, **_: asked.append(given))
     words = "is no plain name of an architecture"
     for role in ("private", "proxy"):
-        refused(lambda role=role: study.load_pipeline("small", [f"model.{role}='timm:{name}'"]), f"model.{role}", words)
+        for library in ("timm", "monai"):
+            setting = f"model.{role}='{library}:{name}'"
+            refused(lambda setting=setting: study.load_pipeline("small", [setting]), f"model.{role}", words)
     site = {"name": "S0", "private_model": f"timm:{name}"}
     refused(lambda: validate_model(SiteFile, site, "S0"), "private_model", words)
     refused(lambda: create_model(f"timm:{name}", n_classes=2, shape=Images(3, 32), seed=0), words)
@@ -57,6 +59,7 @@ def test_a_name_that_is_looked_up_elsewhere_is_refused_by_every_entry_point(stud
 def test_plain_names_are_accepted(study):
     for name in ("resnet10t", "vit_tiny_patch16_224.augreg_in21k", "efficientnet_b0"):
         assert study.load_pipeline("small", [f"model.proxy='timm:{name}'"]).model.proxy == f"timm:{name}"
+    assert study.load_pipeline("small", ["model.proxy='monai:efficientnet-b0'"]).model.proxy == "monai:efficientnet-b0"
 
 
 MLP = IMAGE_BUILDERS["mlp"]

@@ -146,7 +146,7 @@ def test_long_commands_alone_print_a_first_line_before_heavy_imports(tmp_path, w
     code = (
         "import sys; sys.argv = ['wsi-fl', 'train']; import wsi_fl.__main__ as m\n"
         "import wsi_fl.stages.training.train, wsi_fl.stages.prepare.tile\n"
-        "heavy = {'torch', 'opacus', 'scipy', 'skimage', 'sklearn', 'tifffile'}\n"
+        "heavy = {'torch', 'opacus', 'scipy', 'skimage', 'sklearn', 'tifffile', 'monai'}\n"
         "try: m.main()\nexcept SystemExit: print(*heavy & {*sys.modules})\n"
         "import wsi_fl.stages.evaluation.write_report, wsi_fl.evidence.compare\n"
         "print('torch' in sys.modules)"

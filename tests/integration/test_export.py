@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import REAL, make_study, nightly, refused, write_features
+from PIL import Image
 from training_runs import of_site, trained
 
 from wsi_fl.data.cohort import downsample_pixels, pack_bags
+from wsi_fl.data.tasks import NumberTask
 from wsi_fl.evidence import benefit_figure
 from wsi_fl.evidence.audit_run import audit_run
 from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.models import create_model
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.export_formats import write_onnx, write_torchscript
+from wsi_fl.models.monai_bundle import BUNDLE_FILES, BundleFacts, write_bundle
 from wsi_fl.oneshot.shared_head import SharedHead, SolvedHead
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
@@ -27,6 +30,7 @@ from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.types import Bags, Images, Vectors, WsiFlError
 
 SIZE = 16
+pytestmark = pytest.mark.filterwarnings("ignore:parsing config_file")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,6 @@ def predict_as_wsinfer(folder, pixels):
 
     Source: SBU-BMI/wsinfer 0.6.1, modellib/transforms.py, models.py and run_inference.py.
     """
-    from PIL import Image
     from torchvision import transforms
 
     config = json.loads((folder / "config.json").read_text())
@@ -117,6 +120,67 @@ def test_an_exported_proxy_predicts_the_same_in_wsinfer(evaluated_run):
     assert ours.std(0).max() > 1e-3  # answers differ, so that agreeing says something
 
 
+def predict_as_monai(monai_bundle, folder, pixels, scratch):
+    """Predict PNG files by MONAI's `run` of the bundle, after its check of the network against the metadata."""
+    patches, results = scratch / "patches", scratch / "eval"
+    patches.mkdir()
+    for k, patch in enumerate(pixels):
+        Image.fromarray(patch).save(patches / f"{k:03}.png")
+    config = {key: str(folder / "configs" / f"{key}.json") for key in ("inference", "metadata")}
+    files = {"config_file": config["inference"], "meta_file": config["metadata"], "bundle_root": str(folder)}
+    monai_bundle.verify_net_in_out("network_def", device="cpu", **files)
+    monai_bundle.run(**files, dataset_dir=str(patches), output_dir=str(results), device="cpu")
+    lines = [line.split(",") for line in (results / "predictions.csv").read_text().splitlines()]
+    assert [Path(line[0]).name for line in lines] == [f"{k:03}.png" for k in range(len(pixels))]
+    return np.array([line[1:] for line in lines], float)
+
+
+SCHEMA = [
+    *("schema", "version", "monai_version", "pytorch_version", "numpy_version", "required_packages_version", "task"),
+    *("description", "authors", "copyright", "network_data_format"),
+]
+"""Keys that a bundle's metadata need (MONAI's meta_schema_20240725.json)."""
+TENSOR = {"type", "format", "num_channels", "spatial_shape", "dtype", "value_range", "is_patch_data", "channel_def"}
+
+
+def test_monais_own_commands_run_a_bundle_and_predict_the_same(evaluated_run, monai_bundle, tmp_path):
+    study, run, _ = evaluated_run
+    folder, pixels = tmp_path / "bundle", read_pixels(study)
+    document = export_model(study, run, model_name="proxy", form="monai-bundle", out=folder)
+    ours = predict_probabilities(study.root / run, "S0", "proxy", "mlp", Images(3, SIZE), prepare_patches(pixels))
+    assert np.abs(predict_as_monai(monai_bundle, folder, pixels, tmp_path) - ours).max() < 1e-5
+    metadata = json.loads((folder / "configs" / "metadata.json").read_text())
+    assert {*SCHEMA} <= {*metadata} and all(metadata[key] for key in SCHEMA)
+    formats = metadata["network_data_format"]
+    assert {*formats["inputs"]["image"]} - {"modality"} == {*formats["outputs"]["pred"]} == TENSOR
+    assert formats["outputs"]["pred"]["channel_def"] == {"0": "healthy", "1": "tumor"}
+    from monai.data import load_net_with_metadata
+
+    embedded = load_net_with_metadata(str(folder / "models" / "model.ts"), more_extra_files=("inference.json",))[1:]
+    config = json.loads((folder / "configs" / "inference.json").read_text())
+    assert embedded[0] == metadata and json.loads(embedded[1]["inference.json"]) == config
+    card, text = read_card(study, document)
+    assert {*card["files"]} == {*BUNDLE_FILES} and "probabilities of healthy, tumor" in text
+
+
+def test_a_bundle_of_grey_pictures_gives_a_number_in_its_range_or_is_not_there(monai_bundle, tmp_path):
+    model, task = create_model("lenet5", n_classes=1, shape=Images(1, 20), seed=0).eval(), NumberTask(20, 90)
+    facts = BundleFacts("age", "Age.", "A network.", "nobody", "values", (20, 90), ("$1/0",), 0.0)
+    assert write_bundle(tmp_path / "bundle", model, task.predict, Images(1, 20), facts) < 1e-5
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 20, 20), np.uint8)
+    with torch.no_grad():
+        ours = task.predict(model(prepare_patches(pixels[..., None]))).numpy()
+    assert np.abs(predict_as_monai(monai_bundle, tmp_path / "bundle", pixels, tmp_path) - ours).max() < 1e-3
+    config_file = str(tmp_path / "bundle" / "configs" / "inference.json")
+    workflow = monai_bundle.ConfigWorkflow(config_file, workflow_type="infer")
+    workflow.initialize()
+    assert workflow.channel_def == {"0": "'$1/0'"} and workflow.spatial_shape == [20, 20]  # no text of ours is run
+    with pytest.raises(WsiFlError, match="other numbers"):
+        write_bundle(tmp_path / "bundle", Noisy(1.0, of_file=True), task.predict, Images(1, 20), facts)
+    assert not (tmp_path / "bundle" / "configs" / "inference.json").exists()
+    refused(lambda: write_bundle(tmp_path, model, task.predict, Images(4, 20), facts), "1 or 3 channels, not 4")
+
+
 def test_the_card_has_the_verdict_of_comparisons(evaluated_run, tmp_path):
     study, run, _ = evaluated_run
     copy = type(study)(tmp_path / "study")
@@ -155,7 +219,7 @@ def test_models_that_may_not_leave_the_site_are_not_exported(evaluated_run, tmp_
         ({"model_name": "private", "private": True}, "--site"),
         ({"model_name": "private", "site": "S0"}, "--private", "memorised"),
         ({"model_name": "shared"}, "private and proxy"),
-        ({"model_name": "proxy", "form": "x"}, "wsinfer or onnx"),
+        ({"model_name": "proxy", "form": "x"}, "wsinfer, monai-bundle, onnx"),
         ({"model_name": "proxy", "site": "S9"}, "S9", "S0, S1"),
     ):
         refused(lambda how=how: export_model(study, run, **{"form": "onnx", **how}), *words)
@@ -187,7 +251,7 @@ def test_the_card_of_a_shared_model_without_privacy_names_the_lack(pair):
     refused(lambda: export_model(pair, run, model_name="private", form="wsinfer"), "has shared")
 
 
-def test_patches_are_reduced_as_in_training_and_an_onnx_file_describes_its_input(tmp_path):
+def test_patches_are_reduced_as_in_training_and_an_onnx_file_describes_its_input(tmp_path, monai_bundle):
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     study = make_study(tmp_path / "study", n_sites=2, size_px=32)
     sets = ["train.input_px=16", "privacy.enabled=false", "train.rounds=1"]
@@ -198,6 +262,8 @@ def test_patches_are_reduced_as_in_training_and_an_onnx_file_describes_its_input
         study.root / run, "S1", "private", "cnn1", Images(3, 16), prepare_patches(downsample_pixels(pixels, 16))
     )
     assert np.abs(predict_as_wsinfer(study.root / document["out"], pixels) - ours).max() < 1e-5
+    bundle = export_model(study, run, model_name="private", form="monai-bundle", site="S1", private=True)
+    assert np.abs(predict_as_monai(monai_bundle, study.root / bundle["out"], pixels, tmp_path) - ours).max() < 1e-5
     document = export_model(study, run, model_name="private", form="onnx", site="S1", private=True)
     whole = prepare_patches(pixels)  # as WSInfer's transform makes it: one contract for both files
     for n in (1, 8):
@@ -211,7 +277,7 @@ def test_patches_are_reduced_as_in_training_and_an_onnx_file_describes_its_input
 
 
 @pytest.mark.slow
-def test_a_head_is_exported_with_its_encoder_for_wsinfer_and_without_it_for_onnx(tmp_path, tiny_weights):
+def test_a_head_is_exported_with_its_encoder_for_wsinfer_and_without_it_for_onnx(tmp_path, tiny_weights, monai_bundle):
     weights = Path(shutil.copy(tiny_weights, tmp_path / "weights.safetensors"))
     study = make_study(tmp_path / "study", n_sites=1, size_px=32)
     sets = ["features.encoder=test_efficientnet", f"features.weights={weights}", "features.input_px=48"]
@@ -224,6 +290,8 @@ def test_a_head_is_exported_with_its_encoder_for_wsinfer_and_without_it_for_onnx
     ours = predict_probabilities(study.root / run, "S0", "proxy", "linear_head", Vectors(x.shape[1]), x)
     document = export_model(study, run, model_name="proxy", form="wsinfer")
     assert np.abs(predict_as_wsinfer(study.root / document["out"], pixels) - ours).max() < 1e-5
+    bundle = export_model(study, run, model_name="proxy", form="monai-bundle")
+    assert np.abs(predict_as_monai(monai_bundle, study.root / bundle["out"], pixels, tmp_path) - ours).max() < 1e-5
     card = read_card(study, document)[0]
     assert card["model"]["architecture"] == "test_efficientnet+linear_head"
     assert "sha256:" in card["inputs"]["encoder"]

@@ -81,7 +81,7 @@ def test_an_exported_model_and_its_card_hold_no_trace_of_where_they_were_made(tm
     study = make_study(tmp_path / "study", n_sites=2)
     run = trained(study, "proxyfl", "train.rounds=1")["run"]
     evaluate(study, run)
-    for form in ("wsinfer", "onnx"):
+    for form in ("wsinfer", "monai-bundle", "onnx"):
         if form == "onnx":
             pytest.importorskip("onnxruntime", reason="needs the extra `export`")
         document = export_model(study, run, model_name="proxy", form=form, out=tmp_path / form)

@@ -12,6 +12,7 @@ import shapely
 from conftest import refused
 from file_changes import edit, site_file
 from PIL import Image
+from test_export import predict_as_monai
 from training_runs import csv_rows
 
 from wsi_fl.demo import simulated_slides
@@ -21,11 +22,13 @@ from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.heatmap import PatchPredictions, find_leading_class, patch_boxes, score_class, write_geojson
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.export_model import export_model
 from wsi_fl.stages.evaluation.predict import choose_colors, predict, write_patch_table
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.runtime.console import SilentProgress
 from wsi_fl.stages.training.train import train
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import CLASSES, GridSpec, UsageError, WsiFlError
@@ -96,6 +99,21 @@ def test_probabilities_equal_those_of_evaluate_on_the_same_patches(trained, pred
     for p in theirs:
         assert ours[p["slide"], p["x_l0"], p["y_l0"]] == pytest.approx(float(p["p_tumor"]), abs=1e-5)
     assert len(ours) > len(theirs)
+
+
+@pytest.mark.filterwarnings("ignore:parsing config_file")
+def test_probabilities_equal_those_of_monais_run_of_the_exported_bundle(trained, predicted, tmp_path, monai_bundle):
+    study, run, _ = trained
+    folder, rows = tmp_path / "bundle", np.arange(12)
+    export_model(study, run, model_name="private", form="monai-bundle", site="C1", private=True, out=folder)
+    with PatchStore(study.store_path("C1")) as store:
+        pixels, table = store.read(rows), store.table
+    theirs = predict_as_monai(monai_bundle, folder, pixels, tmp_path)
+    files = {row["slide"]: csv_rows(study.root / row["csv"]) for row in predicted["slides"]}
+    for k in rows:
+        place = [str(number) for number in table.xy_l0[k]]
+        (ours,) = [p["p_tumor"] for p in files[table.slide[k]] if [p["x_l0"], p["y_l0"]] == place]
+        assert theirs[k, 1] == pytest.approx(float(ours), abs=1e-5)
 
 
 def test_the_document_names_files_that_agree_with_each_other(trained, predicted):

@@ -263,7 +263,7 @@ def write_report(
 def export_files(
     site: Annotated[str | None, Option(help="The site of the mosaics or the model. Of shared models any.")] = None,
     form: Annotated[
-        str, Option("--format", help="Of mosaics clam, trident or stamp; of a model wsinfer or onnx.")
+        str, Option("--format", help="Of mosaics clam, trident or stamp; of a model wsinfer, monai-bundle or onnx.")
     ] = "clam",
     run: Annotated[str | None, Option(help="The run whose model to export. Without it, mosaics.")] = None,
     model: Annotated[str | None, Option(help="proxy, shared or private, as the run's method has them.")] = None,

@@ -55,8 +55,8 @@ def create_model(name: str, *, n_classes: int, shape: Shape, seed: int, start: S
     """Build a model initialised deterministically from a seed.
 
     Args:
-        name: a key of the builders of this kind of input, or `timm:NAME` for any timm architecture of images (BatchNorm
-            becomes GroupNorm).
+        name: a key of the builders of this kind of input, `timm:NAME` for any timm architecture of images, or
+            `monai:NAME` for a classifier of MONAI; their BatchNorm becomes GroupNorm.
         start: initial weights of a timm architecture or `resnet18`, then timm's; None for random weights.
 
     Raises:
@@ -81,11 +81,15 @@ def create_model(name: str, *, n_classes: int, shape: Shape, seed: int, start: S
             from wsi_fl.models.pretrained import build_timm_model
 
             return build_timm_model(name.removeprefix("timm:"), n_classes, shape.channels)
+        if name.startswith("monai:"):
+            from wsi_fl.models.monai_networks import build_monai_model
+
+            return build_monai_model(name.removeprefix("monai:"), n_classes, shape)
         for sees, data, builders in _FEATURE_BUILDERS.values():
             if name in builders:
                 raise UsageError(f"model {name!r} takes {sees}, not images; set train.data = {data!r}")
         if name not in IMAGE_BUILDERS:
-            raise UsageError(f"unknown model {name!r}; known: {', '.join(IMAGE_BUILDERS)}, timm:NAME")
+            raise UsageError(f"unknown model {name!r}; known: {', '.join(IMAGE_BUILDERS)}, timm:NAME, monai:NAME")
         return IMAGE_BUILDERS[name](n_classes, shape.channels, shape.size_px)
 
 

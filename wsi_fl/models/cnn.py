@@ -57,6 +57,24 @@ class FrozenNorm(nn.Module):
         return functional.batch_norm(x, self.running_mean, self.running_var, gain, bias, False, 0.0, self.eps)
 
 
+def replace_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
+    """Replace every 2-d BatchNorm by GroupNorm in place, or with `frozen` every BatchNorm by its frozen form.
+
+    Dropout and activation, which timm fuses with a norm, come after it. No layer works in place afterwards.
+    """
+    for name, child in list(model.named_children()):
+        if isinstance(child, _BatchNorm if frozen else nn.BatchNorm2d):
+            norm = FrozenNorm(child) if frozen else group_norm(child.num_features)
+            extras = [getattr(child, part) for part in ("drop", "act") if hasattr(child, part)]
+            setattr(model, name, nn.Sequential(norm, *extras) if extras else norm)
+        else:
+            replace_batch_norm(child, frozen=frozen)
+    for module in model.modules():
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
+    return model
+
+
 def build_perceptron(*widths: int) -> list[nn.Module]:
     """Return linear layers from each width to the next, with ReLU between them."""
     layers: list[nn.Module] = []

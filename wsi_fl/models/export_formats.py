@@ -51,7 +51,7 @@ class HeadWithEncoder(nn.Module):
         return logits
 
 
-def _example_batch(shape: Shape) -> Tensor:
+def example_batch(shape: Shape) -> Tensor:
     """Return a batch of model inputs: deterministic noise; bags of different lengths."""
     source = torch.Generator().manual_seed(0)
     if isinstance(shape, Images):
@@ -64,19 +64,30 @@ def _example_batch(shape: Shape) -> Tensor:
     return torch.randn(_N_EXAMPLES, shape.n_features, generator=source)
 
 
-def write_torchscript(path: Path, model: nn.Module, shape: Shape) -> float:
+def write_torchscript(
+    path: Path,
+    model: nn.Module,
+    shape: Shape,
+    *,
+    example: Tensor | None = None,
+    embedded: Mapping[str, str] | None = None,
+) -> float:
     """Write a traced model and return the largest error of its logits relative to the largest logit.
+
+    Args:
+        example: a batch of its inputs where they are not those of networks, images in [−1, 1].
+        embedded: texts by name, stored with the model in the file.
 
     Raises:
         WsiFlError: for an error above 10⁻⁵ and above the model's own noise; then there is no file.
     """
-    example = _example_batch(shape)
+    example = example_batch(shape) if example is None else example
     with atomic_path(path) as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # WSInfer's runtime reads traced models, deprecated or not
-        torch.jit.save(torch.jit.trace(model, example), str(temporary))  # type: ignore[no-untyped-call]
+        torch.jit.save(torch.jit.trace(model, example), str(temporary), embedded)  # type: ignore[no-untyped-call]
         remove_torchscript_traces(temporary)
         read_back = torch.jit.load(str(temporary), map_location="cpu")  # type: ignore[no-untyped-call]
-        return _check_difference(path, model, read_back, shape)
+        return _check_difference(path, model, read_back, example)
 
 
 def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, str] | None = None) -> float:
@@ -102,7 +113,7 @@ def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, s
         try:
             program = torch.onnx.export(
                 model,
-                (_example_batch(shape),),
+                (example_batch(shape),),
                 dynamo=True,
                 dynamic_shapes=(dynamic,),
                 **options,  # type: ignore[arg-type]
@@ -120,7 +131,7 @@ def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, s
         def read_back(x: Tensor) -> Tensor:
             return torch.from_numpy(session.run(["logits"], {name: x.numpy()})[0])
 
-        return _check_difference(path, model, read_back, shape)
+        return _check_difference(path, model, read_back, example_batch(shape))
 
 
 def input_name(shape: Shape) -> str:
@@ -129,9 +140,8 @@ def input_name(shape: Shape) -> str:
 
 
 @torch.no_grad()
-def _check_difference(path: Path, model: nn.Module, read_back: Callable[[Tensor], Tensor], shape: Shape) -> float:
+def _check_difference(path: Path, model: nn.Module, read_back: Callable[[Tensor], Tensor], batch: Tensor) -> float:
     """Return the largest error over a batch and a single example: a file must work for any batch size."""
-    batch = _example_batch(shape)
     logits = cast(Tensor, model(batch))
     single_logits = torch.cat([cast(Tensor, model(batch[k : k + 1])) for k in range(len(batch))])
     scale = max(1.0, float(logits.abs().max()))

@@ -13,9 +13,8 @@ import torch
 from timm.layers import LayerNorm
 from timm.models import group_parameters
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from wsi_fl.models.cnn import FrozenNorm, group_norm
+from wsi_fl.models.cnn import replace_batch_norm
 from wsi_fl.models.weights import create_timm_model, download_weights, load_weights, read_weights, weights_digest
 from wsi_fl.types import Images, UsageError, single_line
 
@@ -26,25 +25,7 @@ if TYPE_CHECKING:
 def build_timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
     """Build a timm architecture with random weights, ready for per-example gradients."""
     description = f"{n_classes} classes and {in_channels} channels"
-    return _replace_batch_norm(create_timm_model(name, description, num_classes=n_classes, in_chans=in_channels))
-
-
-def _replace_batch_norm(model: nn.Module, *, frozen: bool = False) -> nn.Module:
-    """Replace every 2-d BatchNorm by GroupNorm in place, or with `frozen` every BatchNorm by its frozen form.
-
-    Dropout and activation, which timm fuses with a norm, come after it.
-    """
-    for name, child in list(model.named_children()):
-        if isinstance(child, _BatchNorm if frozen else nn.BatchNorm2d):
-            norm = FrozenNorm(child) if frozen else group_norm(child.num_features)
-            extras = [getattr(child, part) for part in ("drop", "act") if hasattr(child, part)]
-            setattr(model, name, nn.Sequential(norm, *extras) if extras else norm)
-        else:
-            _replace_batch_norm(child, frozen=frozen)
-    for module in model.modules():
-        if getattr(module, "inplace", False) is True:
-            module.inplace = False  # type: ignore[assignment]
-    return model
+    return replace_batch_norm(create_timm_model(name, description, num_classes=n_classes, in_chans=in_channels))
 
 
 Part = Literal["all", "head", "last", "norm", "lora"]
@@ -94,7 +75,7 @@ def build_pretrained_model(name: str, n_classes: int, shape: Images, start: Star
     for module in model.modules():
         if type(module) is LayerNorm:  # timm's own, whose numbers are those of its base
             module.__class__ = nn.LayerNorm
-    return _Pretrained(_replace_batch_norm(model, frozen=True), digest)
+    return _Pretrained(replace_batch_norm(model, frozen=True), digest)
 
 
 def _load_weights(model: Any, name: str, weights: Path | Literal["hub"]) -> str:

@@ -8,8 +8,8 @@ bound holds where the terms of all other units are the same without it. `DPTrain
 loss, or refuses them in one line:
 
 - Built-in parts (PyTorch's layers of rows, wsi-fl's own models, plain mean losses) go through an engine.
-- Models of timm and torchvision go through an engine measured on two real rows, and every step checks that buffers,
-  weights and generators of random numbers are unchanged.
+- Models of timm, torchvision and MONAI go through an engine measured on two real rows, and every step checks that
+  buffers, weights and generators of random numbers are unchanged.
 - Custom models get one unit at a time, and custom losses one row. No measurement of their behaviour on batches is
   needed, at the cost of a backward pass for each row.
 

@@ -5,7 +5,7 @@ one of three origins:
 
 - *built-in*: every module is one of PyTorch's row-wise layers, or wsi-fl's own. Fast engines compute the gradients,
   after a measurement on two real rows: a softmax can run over the batch, an axis can be mistaken for another.
-- *library*: other modules are from timm or torchvision. They are measured likewise, and every step checks that a
+- *library*: other modules are from timm, torchvision or MONAI. They are measured likewise, and every step checks that a
   forward pass changed no state.
 - *custom*: some module has another author. The model never gets two units at a time: a row's gradient is a function of
   that row by construction. A snapshot of the model is restored between rows, so that none leaves state for the next.
@@ -42,7 +42,7 @@ _ModelOrigin = Literal["built-in", "library", "custom"]
 UNTRAINABLE = "model cannot be trained with differential privacy"
 
 _OWN_PACKAGE = "wsi_fl.models."
-_LIBRARIES = ("timm.", "torchvision.")
+_LIBRARIES = ("timm.", "torchvision.", "monai.")
 _TRUSTED_PACKAGES = (_OWN_PACKAGE, "torch.", *_LIBRARIES)
 _SEQUENCE_FIRST = ("MultiheadAttention",)
 """Layers whose first axis need not be the batch."""

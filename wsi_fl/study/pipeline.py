@@ -211,7 +211,8 @@ class _ModelSettings(Section):
 
     private: ModelName = "resnet18"
     """Architecture of the private models, which stay at their site. For patches: `resnet18`, `gn_cnn`, `gn_cnn_small`,
-    `lenet5`, `mlp`, `cnn1`, `cnn2`, `vgg11`, or `timm:NAME` for any timm architecture. For features: `linear_head`,
+    `lenet5`, `mlp`, `cnn1`, `cnn2`, `vgg11`, `timm:NAME` for any timm architecture, or `monai:NAME` for a network of
+    MONAI that classifies images, such as `resnet18`, `DenseNet121` or `efficientnet-b0`. For features: `linear_head`,
     `mlp_head`. For mosaics: `deepset`, `deepset_max`, `deepset_attention`, `abmil`, `clam_sb`, `transmil`,
     `mean_head`."""
     proxy: ModelName = "resnet18"

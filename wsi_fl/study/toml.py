@@ -27,13 +27,14 @@ SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_len
 
 
 def _check_plain_name(name: str) -> str:
-    if name.startswith("timm:") and not is_plain_name(name.removeprefix("timm:")):
+    library, _, architecture = name.partition(":")
+    if library in {"timm", "monai"} and ":" in name and not is_plain_name(architecture):
         raise ValueError(f"{name!r} {PLAIN_NAME_MESSAGE}")
     return name
 
 
 ModelName = Annotated[str, AfterValidator(_check_plain_name)]
-"""Name of an architecture; `timm:` precedes a name of timm's registry."""
+"""Name of an architecture; `timm:` precedes a name of timm's registry, `monai:` that of a network of MONAI."""
 
 
 def _check_encoder_name(name: str) -> str:

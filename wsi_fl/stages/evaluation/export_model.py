@@ -2,97 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from wsi_fl import __version__
 from wsi_fl.learning.ensemble import COMMON
-from wsi_fl.models.export_formats import DownsamplingModel, HeadWithEncoder, input_name, write_onnx, write_torchscript
 from wsi_fl.report.formatting import SCORES, SHORT_SCORES, Json, describe_worst_detection, format_number
 from wsi_fl.report.sections import find_benefit_measure
 from wsi_fl.report.templates import fill_template
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.evaluation.load_models import available_models, is_trained_with_dp, load_prediction_models
+from wsi_fl.stages.evaluation.load_models import available_models, load_prediction_models
+from wsi_fl.stages.evaluation.model_formats import FORMATS, ExportRequest, ExportResult
 from wsi_fl.stages.evaluation.write_report import find_baselines
 from wsi_fl.stages.runtime.console import Lines, TextLine
-from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.run_context import RunContext, restore_study
 from wsi_fl.stages.site.target_labels import describe_target
 from wsi_fl.stages.training.finished_runs import FinishedRun
-from wsi_fl.stages.training.initial_models import find_architecture
 from wsi_fl.study.folder import Study
-from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.files import file_sha256, write_json, write_text
-from wsi_fl.types import Bags, GridSpec, Images, Shape, UsageError, Vectors, WsiFlError, encoder_differences
+from wsi_fl.types import UsageError
 
 _CARD_FILES = ("MODEL_CARD.md", "model_card.json")
-
-
-@dataclass(frozen=True)
-class _ExportRequest:
-    """A model to export: its public name, its role in the run, and the run's record of its training store (`facts`)."""
-
-    context: RunContext
-    site: SiteFile
-    model_name: str
-    role: str
-    facts: Json
-
-    @cached_property
-    def site_names(self) -> list[str]:
-        """The sites of its training patients."""
-        return [site.name for site in ([self.site] if self.model_name == "private" else self.context.members)]
-
-    @cached_property
-    def accounts(self) -> dict[str, Json]:
-        """The final privacy accounts of the sites of its training patients whose part of the run is here."""
-        folders = {name: self.context.run.site_folder(name) for name in self.site_names}
-        return {name: folder.read_account() for name, folder in folders.items() if folder.account_path.exists()}
-
-    @property
-    def has_guarantee(self) -> bool:
-        """Whether the ε of the run's ledgers covers this model."""
-        guarantees = [account["guarantee"] != "none" for account in self.accounts.values()]
-        return is_trained_with_dp(self.context, self.role) and bool(guarantees) and all(guarantees)
-
-    @property
-    def architecture_name(self) -> str:
-        common = self.context.method.mixing_role == "private"
-        return find_architecture(self.site, self.context.pipeline, self.role, common=common)
-
-    @property
-    def name(self) -> str:
-        return f"{self.context.run.name}-{self.site.name}-{self.model_name}"
-
-    @property
-    def spec(self) -> GridSpec:
-        return GridSpec(**self.facts["spec"])
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of its input."""
-        if self.context.kind.is_images:
-            size = self.context.pipeline.train.input_px or self.spec.size_px
-            return Images(int(self.facts.get("channels", 3)), size)
-        return self.context.kind.shape(int(self.facts["n_features"]))
-
-
-class ExportResult(NamedTuple):
-    """The written files, the largest difference of probabilities from the model's, the input in words, and the
-    architecture."""
-
-    files: Sequence[str]
-    difference: float
-    input: str
-    architecture: str
 
 
 def export_model(
@@ -109,7 +42,7 @@ def export_model(
 
     Args:
         model_name: public name of the model.
-        form: "wsinfer" or "onnx".
+        form: "wsinfer", "monai-bundle" or "onnx".
         site: of the model; by default the first finished site here, for exchanged models.
         private: whether a private model may leave.
 
@@ -117,8 +50,8 @@ def export_model(
         UsageError: when the run has no such model, the format does not support it, or the site does not allow it.
         WsiFlError: when the run is not finished.
     """
-    if form not in _FORMATS:
-        raise UsageError(f"--format {form!r}: for a model use {' or '.join(_FORMATS)}")
+    if form not in FORMATS:
+        raise UsageError(f"--format {form!r}: for a model use {', '.join(FORMATS)}")
     run = RunFolder(study.find_run(run_name))
     study = restore_study(study, run)
     run.require_summary()
@@ -134,7 +67,7 @@ def export_model(
         network.eval().requires_grad_(False)
         for card_file in _CARD_FILES:  # no card of another model
             (folder / card_file).unlink(missing_ok=True)
-        result = _FORMATS[form](request, network, folder)
+        result = FORMATS[form](request, network, folder)
         card = build_card(request, result, folder)
     write_json(folder / "model_card.json", card)
     write_text(folder / "MODEL_CARD.md", _render_card(card))
@@ -159,7 +92,7 @@ def render_model_export(document: Json) -> Lines:
     yield TextLine("  read MODEL_CARD.md and write a licence into it before you share this")
 
 
-def find_model(context: RunContext, model_name: str, site_name: str | None) -> _ExportRequest:
+def find_model(context: RunContext, model_name: str, site_name: str | None) -> ExportRequest:
     """Return the model of this name, of a site or of the first site with it here.
 
     Raises:
@@ -179,12 +112,12 @@ def find_model(context: RunContext, model_name: str, site_name: str | None) -> _
             f"{run.name}: no {model_name} model of {site_name or 'any site'} here; "
             f"found: {', '.join(sites_with_model) or 'none'}"
         )
-    return _ExportRequest(
+    return ExportRequest(
         context, context.find_site(candidates[0]), model_name, role, run.site_folder(candidates[0]).store_facts()
     )
 
 
-def _require_allowed(request: _ExportRequest, *, private: bool) -> None:
+def _require_allowed(request: ExportRequest, *, private: bool) -> None:
     """Refuse a model that the site does not allow to leave, and a private model without `--private`."""
     site = request.site
     if request.model_name == "private":
@@ -204,90 +137,7 @@ def _require_allowed(request: _ExportRequest, *, private: bool) -> None:
         )
 
 
-def _write_onnx(request: _ExportRequest, network: nn.Module, folder: Path) -> ExportResult:
-    """Write one file; of a head on features without the encoder."""
-    shape, encoder = request.shape, request.facts.get("encoder") or "its encoder"
-    if isinstance(shape, Images):
-        network, shape, shape_text = _add_resizing(network, shape, request.spec.size_px)
-    elif isinstance(shape, Bags):
-        filled = "the last column 1 for a patch and 0 for padding"
-        shape_text = f"float32[batch, patches, {shape.n_features} + 1], {filled}; features of {encoder}"
-    else:
-        shape_text = f"float32[batch, {shape.n_features}], features of {encoder}"
-    input_text = f"`{input_name(shape)}` {shape_text}"
-    facts = {"input": input_text, "class_names": json.dumps(list(request.facts["classes"]))}
-    facts |= {"patch_size_pixels": str(request.spec.size_px), "spacing_um_px": str(request.spec.mpp)}
-    difference = write_onnx(folder / "model.onnx", network, shape, facts)
-    return ExportResult(["model.onnx"], difference, input_text, request.architecture_name)
-
-
-def _add_resizing(network: nn.Module, shape: Images, size_px: int) -> tuple[nn.Module, Images, str]:
-    """Return a model of full-size patches that resizes them as in training, its input shape, and that in words."""
-    shape_text = f"float32[batch, {shape.channels}, {size_px}, {size_px}], pixels / 127.5 − 1"
-    if shape.size_px == size_px:
-        return network, shape, shape_text
-    resize_note = f"; reduced inside to {shape.size_px} px by area, as in training"
-    return (DownsamplingModel(network, shape.size_px).eval(), Images(shape.channels, size_px), shape_text + resize_note)
-
-
-def _write_wsinfer(request: _ExportRequest, network: nn.Module, folder: Path) -> ExportResult:
-    """Write `torchscript_model.pt` with the softmax, and `config.json` by wsinfer-zoo's model-config.schema.json."""
-    shape, spec = request.shape, request.spec
-    if isinstance(shape, Bags):
-        raise UsageError("--format wsinfer: WSInfer runs models of patches, not of bags; use onnx")
-    if spec.mpp <= 0 or request.facts.get("channels", 3) != 3:
-        raise UsageError("--format wsinfer: this model was trained on images without a scale; use onnx")
-    architecture_name = request.architecture_name
-    input_shape = Images(3, spec.size_px)
-    if isinstance(shape, Vectors):
-        encoder = _load_encoder(request)
-        network, architecture_name = (HeadWithEncoder(encoder.network, network), f"{encoder.name}+{architecture_name}")
-        shape = input_shape
-    network, input_shape, shape_text = _add_resizing(network, shape, spec.size_px)
-    difference = write_torchscript(folder / "torchscript_model.pt", network.eval(), input_shape)
-    half, classes = [0.5, 0.5, 0.5], list(request.facts["classes"])
-    config = {
-        "spec_version": "1.0",
-        "name": request.name,
-        "architecture": architecture_name,
-        "num_classes": len(classes),
-        "class_names": classes,
-        "patch_size_pixels": spec.size_px,
-        "spacing_um_px": spec.mpp,
-        "transform": [
-            {"name": "Resize", "arguments": {"size": spec.size_px}},
-            {"name": "ToTensor"},
-            {"name": "Normalize", "arguments": {"mean": half, "std": half}},
-        ],
-    }
-    write_json(folder / "config.json", config)
-    return ExportResult(["torchscript_model.pt", "config.json"], difference, shape_text, architecture_name)
-
-
-_FORMATS = {"wsinfer": _write_wsinfer, "onnx": _write_onnx}
-
-
-def _load_encoder(request: _ExportRequest) -> Any:
-    """Return the encoder of a head's training features; UsageError if its weights are missing or changed."""
-    context, encoder_label, cpu = request.context, request.facts["encoder"], torch.device("cpu")
-    advice = "use --format onnx, which needs the head only"
-    if any(encoder_differences([context.pipeline.encoder_settings.encoder, encoder_label])):
-        raise UsageError(
-            f"--format wsinfer: the model was trained on features of {encoder_label}, which is no encoder of the "
-            f"study; {advice}"
-        )
-    try:
-        encoder = load_encoder(context.study, context.pipeline, "features", 1, device=cpu)
-    except WsiFlError as error:
-        raise UsageError(f"{error}; {advice}") from None
-    if any(encoder_differences([encoder.label, encoder_label])):
-        raise UsageError(
-            f"the model was trained on features of {encoder_label}, the encoder here is {encoder.label}; {advice}"
-        )
-    return encoder
-
-
-def build_card(request: _ExportRequest, result: ExportResult, folder: Path) -> Json:
+def build_card(request: ExportRequest, result: ExportResult, folder: Path) -> Json:
     """Return the card of an exported model as a document."""
     context = request.context
     return {
@@ -305,6 +155,7 @@ def build_card(request: _ExportRequest, result: ExportResult, folder: Path) -> J
             "target": describe_target(context.pipeline.target),
             "classes": list(request.facts["classes"]),
             "difference": result.difference,
+            "predicts": result.predicts,
         },
         "sites": request.site_names,
         "examples": context.kind.plural,
@@ -315,7 +166,7 @@ def build_card(request: _ExportRequest, result: ExportResult, folder: Path) -> J
     }
 
 
-def _collect_scores(request: _ExportRequest) -> dict[str, object]:
+def _collect_scores(request: ExportRequest) -> dict[str, object]:
     """Return `metrics` on test patients and `benefit` over all sites, None where unknown or not allowed (`missing`)."""
     context, evaluation = request.context, request.context.run.read("evaluation")
     as_released = request.model_name == "shared" and context.method.payload.is_single_release
@@ -331,7 +182,7 @@ def _collect_scores(request: _ExportRequest) -> dict[str, object]:
     return {"metrics": metrics, "benefit": benefit, "as_released": as_released, "missing": missing}
 
 
-def _score_released_parts(request: _ExportRequest, evaluation: Json) -> list[Json]:
+def _score_released_parts(request: ExportRequest, evaluation: Json) -> list[Json]:
     """Return the scores of a released head at each site that allows them."""
     return [
         {"on": f"the test part of {row['site']}", "intervals": None} | row
@@ -340,7 +191,7 @@ def _score_released_parts(request: _ExportRequest, evaluation: Json) -> list[Jso
     ]
 
 
-def _model_parts(request: _ExportRequest, evaluation: Json, merged: bool) -> list[Json]:
+def _model_parts(request: ExportRequest, evaluation: Json, merged: bool) -> list[Json]:
     """Return the scores of a site's model on its test part, and on all where `merged`, as far as the site allows."""
     row = next((row for row in evaluation["sites"] if row["site"] == request.site.name), None)
     if row is None or not request.site.allows("scores") or not (model := row["models"].get(request.role)):
@@ -356,7 +207,7 @@ def _model_parts(request: _ExportRequest, evaluation: Json, merged: bool) -> lis
     return parts
 
 
-def _describe_privacy(request: _ExportRequest) -> list[dict[str, object]]:
+def _describe_privacy(request: ExportRequest) -> list[dict[str, object]]:
     """Return the privacy account of every site whose part of the run is here."""
     ledgers = {name: request.context.study.ledger_path(name) for name in request.accounts}
     return [
@@ -371,7 +222,7 @@ def _describe_privacy(request: _ExportRequest) -> list[dict[str, object]]:
     ]
 
 
-def _find_audit_bound(request: _ExportRequest, site: str) -> float | None:
+def _find_audit_bound(request: ExportRequest, site: str) -> float | None:
     """Return the audit's lower bound on ε of this site's release, where the site allows scores."""
     document = request.context.run.read("audit") if request.context.find_site(site).allows("scores") else None
     if document is None:

@@ -122,11 +122,11 @@ def _log_store(data: SiteData, folder: SiteFolder) -> None:
 def _choose_engine(
     find_name: Callable[..., str], shape: Shape, n_classes: int, role: str, model: nn.Module, *, common: bool
 ) -> str | None:
-    """Return how per-example gradients of timm's networks are summed, as measured; None for other models and inputs.
+    """Return how per-example gradients of networks of timm and MONAI are summed, as measured; None for other models.
 
     `find_name` returns the architecture of a role.
     """
-    if not (isinstance(shape, Images) and find_name(role, common=common).startswith("timm:")):
+    if not (isinstance(shape, Images) and find_name(role, common=common).startswith(("timm:", "monai:"))):
         return None
     return check_per_example_gradients(model, (shape.channels, shape.size_px, shape.size_px), n_classes)
 

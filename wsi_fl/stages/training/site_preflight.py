@@ -68,7 +68,7 @@ def require_signed_model(site: Site, context: RunContext) -> None:
     if signed and travels and parameters_digest(site.learners[travels].model) != signed:
         raise NoCommonPlan(
             f"site {site.name} has another model than the plan's (names and shapes of its parameters differ); "
-            "nothing was trained, so compare the versions of timm and torchvision, or agree on a new plan"
+            "nothing was trained, so compare the versions of timm, torchvision and MONAI, or agree on a new plan"
         )
 
 
