@@ -13,13 +13,14 @@ from file_changes import edit
 from training_runs import of_site, run_of, trained
 
 from wsi_fl.privacy.accounting import epsilon, plan_mechanism
+from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.training import train as stage
 from wsi_fl.types import WsiFlError
 
 study = pair
 
-ROUNDS, SITES = 10, ("S0", "S1")
-SEEDED = (f"train.rounds={ROUNDS}", "train.eval_every=10", "privacy.insecure_seed=3")
+SITES = ("S0", "S1")
+SEEDED = ("train.eval_every=10", "privacy.insecure_seed=3")
 
 
 def again(study, *overrides, **options):
@@ -37,8 +38,8 @@ def charged_rounds(study, site):
     return rounds
 
 
-def killed(study, moment):
-    """Kill the training at the moment-th file that it writes; return whether it lived so long."""
+def killed(study, moment, *overrides):
+    """Kill a training at the moment-th file that it writes; return whether it lived so long."""
 
     def work():
         written = []
@@ -49,7 +50,7 @@ def killed(study, moment):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         os.fsync = sync
-        trained(study, "proxyfl", *SEEDED)
+        trained(study, "proxyfl", *overrides)
 
     job = get_context("fork").Process(target=work)
     job.start()
@@ -58,20 +59,20 @@ def killed(study, moment):
     return job.exitcode != 0
 
 
-@pytest.mark.parametrize("kills", [3, *nightly(20)])
-def test_a_training_killed_at_drawn_moments_and_started_again_is_one_run_with_one_charge_a_round(study, kills):
-    chance = random.Random(kills)
+@pytest.mark.parametrize(("rounds", "kills", "most"), [(3, 2, 20), *nightly((10, 20, 22))])
+def test_a_training_killed_at_drawn_moments_and_started_again_is_one_run_with_one_charge_a_round(
+    study, rounds, kills, most
+):
+    chance, overrides, numbers = random.Random(kills), (f"train.rounds={rounds}", *SEEDED), [*range(1, rounds + 1)]
     for _ in range(kills):
-        assert killed(study, chance.randint(1, 200 // kills + 12))
-    run = study.root / trained(study, "proxyfl", *SEEDED)["run"]
-    whole = run_of(study, "proxyfl", *SEEDED)  # a finished one is trained anew
-    assert run != whole
+        assert killed(study, chance.randint(1, most), *overrides)
+    run = run_of(study, "proxyfl", *overrides)
+    whole = run_of(study, "proxyfl", *overrides)  # a finished one is trained anew
+    cost = pytest.approx(epsilon([plan_mechanism(36, 18, rounds, 1.4, 0.7)], 1e-5))
     for site in SITES:
-        rounds = charged_rounds(study, site)
-        assert rounds == {run.name: {*range(1, ROUNDS + 1)}, whole.name: {*range(1, ROUNDS + 1)}}
-        assert [line["round"] for line in metrics(run, site)] == [*range(1, ROUNDS + 1)]
-        spent = [of_site(one, site, "ledger")["epsilon"] for one in (run, whole)]
-        assert spent == [pytest.approx(epsilon([plan_mechanism(36, 18, ROUNDS, 1.4, 0.7)], 1e-5))] * 2
+        assert charged_rounds(study, site) == {run.name: {*numbers}, whole.name: {*numbers}}
+        assert [line["round"] for line in metrics(run, site)] == numbers
+        assert [of_site(one, site, "ledger")["epsilon"] for one in (run, whole)] == [cost, cost]
         for role in ("private", "proxy"):
             assert same(model(run, site, role), model(whole, site, role))
 
@@ -136,13 +137,13 @@ def test_a_second_command_neither_goes_on_with_a_run_at_work_nor_begins_another(
         patch.setattr(stage, "_start_run", begin_again)
         stage.train(study, method="proxyfl", backend="local")
     assert again(study) == (1, 2)
+    assert not RunFolder(study.runs_path / "00001-proxyfl-small").is_at_work()
 
 
 def test_an_interrupted_series_started_again_trains_the_rest(study, capsys):
-    options = {"seeds": 3, "method": "regular", "overrides": ["train.rounds=2"], "backend": "local"}
-    with interrupted_after(5):  # in the second run
+    options = {"seeds": 3, "method": "regular", "overrides": ["train.rounds=1"], "backend": "local"}
+    with interrupted_after(4):  # in the second run
         stage.train_series(study, **options)
     runs = [run["run"] for run in stage.train_series(study, **options)["runs"]]
     assert runs == [f"runs/0000{k}-regular-small" for k in (1, 2, 3)]
     assert "goes on with the series of 00001-regular-small, 1 of 3 runs done" in capsys.readouterr().err
-    assert stage.train_series(study, **options)["runs"][0]["run"] == "runs/00004-regular-small"

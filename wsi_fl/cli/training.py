@@ -77,7 +77,7 @@ def train(
     overrides: Set = None,
     backend: _Backend = "mpi",
     resume: _Resume = None,
-    new: _New = False,
+    is_new: _New = False,
     seeds: _Seeds = None,
     folds: _Folds = None,
     leave_site_out: _LeaveSiteOut = False,
@@ -102,7 +102,8 @@ def train(
         "a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and --leave-site-out",
     )
     _check_options(
-        not new or not (resume or dry_run), "--new starts a run; leave out --resume, which continues one, and --dry-run"
+        not is_new or not (resume or dry_run),
+        "--new starts a run; leave out --resume, which continues one, and --dry-run",
     )
     _check_options(not without or resume, "--without belongs to --resume; a new run takes its sites from the pipeline")
     names = list_names(lambda row: row.load_baselines is not None)
@@ -123,13 +124,13 @@ def train(
         _show_cost(study, as_json, method=method, is_fold=folds is not None, **options)
     elif load_baselines is not None:
         run_baselines, render_baseline_lines = load_baselines()
-        work = partial(run_baselines, study, resume=not new, **options)
+        work = partial(run_baselines, study, resume=not is_new, **options)
         run_work("train", work, as_json, render_baseline_lines)
     elif resume is not None:
         _resume_training(study, resume, without or (), backend, as_json)
     else:
         series = {"seeds": seeds, "leave_site_out": leave_site_out} if is_series else None
-        _start_training(study, series, as_json, method=method, resume=not new, **options)
+        _start_training(study, series, as_json, method=method, resume=not is_new, **options)
 
 
 def _check_options(condition: object, message: str) -> None:

@@ -211,6 +211,14 @@ class RunFolder:
         with file_lock(self.path / ".lock", text, patience_s=_PATIENCE_S):
             yield
 
+    def is_at_work(self) -> bool:
+        """Return whether a command holds the run now."""
+        try:
+            with file_lock(self.path / ".lock", "at work"):
+                return False
+        except WsiFlError:
+            return True
+
     def refuse_if_busy(self) -> None:
         """Refuse a second job on the run, which would record dropouts and returns of the first one's sites."""
         for lock in self.path.glob("sites/*/.lock"):

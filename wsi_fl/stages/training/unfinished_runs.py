@@ -55,28 +55,31 @@ def claim_run(
     Raises:
         WsiFlError: where another process works on the run.
     """
-    study = context.study
+    study, is_begun = context.study, False
     with ExitStack() as stack:
         with RunFolder.hold_numbers(study.runs_path):
-            found = None
-            if series is None:
-                unfinished = UnfinishedRuns(context, list_open_sites(context))
-                with context:
-                    found = unfinished.find_repeated()
-                unfinished.report(found, resume=resume)
-            if found is not None and resume:
+            run = _find_local_run(context, resume=resume) if series is None else None
+            if run is not None:
                 busy = (
-                    f"{study.relative_path(found.path)} has these settings and is at work; wait for it, or start "
-                    "another run with --new, which is charged in addition"
+                    f"{study.relative_path(run.path)} has these settings and is at work; wait for it, or start another "
+                    "run with --new, which is charged in addition"
                 )
-                stack.enter_context(found.hold_lock(busy))
-                run = ClaimedRun(found, is_begun=True)
+                stack.enter_context(run.hold_lock(busy))
+                is_begun = True
             else:
-                folder = RunFolder.make_next(study.runs_path, context.name, pipeline_name)
-                stack.enter_context(folder.hold_lock())
-                describe_run(context, RunRequest(pipeline_name), uuid4().hex, folder, series)
-                run = ClaimedRun(folder, is_begun=False)
-        yield run
+                run = RunFolder.make_next(study.runs_path, context.name, pipeline_name)
+                stack.enter_context(run.hold_lock())
+                describe_run(context, RunRequest(pipeline_name), uuid4().hex, run, series)
+        yield ClaimedRun(run, is_begun)
+
+
+def _find_local_run(context: RunContext, *, resume: bool) -> RunFolder | None:
+    """Return the newest unfinished run that the context repeats; None without one, or where a new one is wanted."""
+    unfinished = UnfinishedRuns(context, list_open_sites(context))
+    with context:
+        run = unfinished.find_repeated()
+    unfinished.report_choice(run, resume=resume)
+    return run if resume else None
 
 
 @contextmanager
@@ -102,7 +105,7 @@ def _find_common_run(context: RunContext, request: RunRequest, comm: Comm) -> Ru
     common = [state["identity"] for state in first["runs"] if all(state["identity"] in ids for ids in identities)]
     run = runs[common[0]] if common else None
     if comm.running[0] in comm.sites:
-        unfinished.report(run, resume=not request.is_new)
+        unfinished.report_choice(run, resume=not request.is_new)
     return None if request.is_new else run
 
 
@@ -117,29 +120,29 @@ class UnfinishedRuns:
         self._context, self._sites = context, sites
 
     @cached_property
-    def folders(self) -> list[RunFolder]:
+    def run_folders(self) -> list[RunFolder]:
         """The unfinished runs of the study without a signed plan, the newest first."""
         return list(_list_unfinished(self._context.study))
 
     def list_repeated(self) -> list[RunFolder]:
         """Return the unfinished runs that the context repeats, the newest first."""
-        return [run for run in self.folders if is_repeated(run, self._context, self._sites)]
+        return [run for run in self.run_folders if is_repeated(run, self._context, self._sites)]
 
     def find_repeated(self) -> RunFolder | None:
         """Return the newest unfinished run that the context repeats; None without one."""
-        return next((run for run in self.folders if is_repeated(run, self._context, self._sites)), None)
+        return next((run for run in self.run_folders if is_repeated(run, self._context, self._sites)), None)
 
-    def report(self, repeated: RunFolder | None, *, resume: bool) -> None:
+    def report_choice(self, repeated: RunFolder | None, *, resume: bool) -> None:
         """Print which run goes on, and which others are unfinished though charged."""
         if repeated is not None:
             print_message(f"  {self._describe_repeated(repeated, resume=resume)}", "" if resume else "yellow")
             return
-        charged = {run.name: n for run in self.folders if (n := self._count_charged(run))}
+        charged = {run.name: n for run in self.run_folders if (n := self._count_charged(run)) and not run.is_at_work()}
         if charged:
-            shown = [f"{name} (charged for {n} rounds)" for name, n in charged.items()][:_MAX_SHOWN_RUNS]
+            names = [f"{name} (charged for {n} rounds)" for name, n in charged.items()][:_MAX_SHOWN_RUNS]
             more = f" and {len(charged) - _MAX_SHOWN_RUNS} more" if len(charged) > _MAX_SHOWN_RUNS else ""
             print_message(
-                f"  unfinished, with other settings or stores: {', '.join(shown)}{more}; `wsi-fl train --resume "
+                f"  unfinished, with other settings or stores: {', '.join(names)}{more}; `wsi-fl train --resume "
                 f"{next(iter(charged))}` would go on with it",
                 "yellow",
             )
@@ -157,23 +160,23 @@ class UnfinishedRuns:
 
     def _count_charged(self, run: RunFolder) -> int:
         """Return the most rounds of a run on the ledger of one of its sites here."""
-        entries_by_site = (self._ledgers.get(path.name, ()) for path in run.path.glob("sites/*/"))
+        site_entries = (self._entries_by_site.get(path.name, ()) for path in run.path.glob("sites/*/"))
         return max(
             (
                 len({entry.round for entry in entries if entry.mechanism and entry.run_id == run.id})
-                for entries in entries_by_site
+                for entries in site_entries
             ),
             default=0,
         )
 
     @cached_property
-    def _ledgers(self) -> dict[str, list[LedgerEntry]]:
+    def _entries_by_site(self) -> dict[str, list[LedgerEntry]]:
         """The lines of the ledger of each site here; of a damaged one none, which its training refuses."""
-        ledgers = {}
+        entries = {}
         for name in self._context.names:
             with suppress(WsiFlError, OSError):
-                ledgers[name] = LedgerFile(self._context.study.ledger_path(name)).entries
-        return ledgers
+                entries[name] = LedgerFile(self._context.study.ledger_path(name)).entries
+        return entries
 
 
 def _list_unfinished(study: Study) -> Iterator[RunFolder]:
