@@ -143,8 +143,8 @@ def _show_cost(study: Study, as_json: bool, *, is_fold: bool, overrides: list[st
     """Print what a run would cost; of a series of folds, one of its runs."""
     from wsi_fl.stages.training import run_cost
 
-    cost = run_cost.dry_run(study, overrides=[*overrides, *["train.fold=1"] * is_fold], **options)
-    print_document(cost, as_json, run_cost.plan_lines)
+    work = partial(run_cost.dry_run, study, overrides=[*overrides, *["train.fold=1"] * is_fold], **options)
+    run_work("dry run", work, as_json, run_cost.plan_lines)
 
 
 def _resume_training(study: Study, run: str, without: Sequence[str], backend: str, as_json: bool) -> None:
