@@ -81,7 +81,7 @@ class SiteFolder:
         elif not self.has_store(digest, facts):
             raise UsageError(
                 f"site {self.path.name}: its store was made anew since this run began, or the secret of its held-out "
-                "draw was (beside its ledger); put its backup back, or start a new run"
+                "draw was (beside its ledger); put its backup back, or start a new run (`wsi-fl train --new`)"
             )
 
     def has_store(self, digest: str, facts: Mapping[str, Any]) -> bool:
