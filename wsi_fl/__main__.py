@@ -21,7 +21,7 @@ _WrongUsage: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 _LONG_NUMBER = re.compile(r"\b(?:0\.0{4,}\d+|[1-9]\d{15,})\b")
 """A number with so many digits that it is hard to read."""
 _INTERRUPTED_CODE = 130  # typer's exit code for Ctrl-C
-_INTERRUPTED_MESSAGE = "interrupted; finished work is kept, start the same command again to go on"
+_INTERRUPTED_MESSAGE = "interrupted; finished work is kept; start the same command again"
 
 
 def main() -> None:

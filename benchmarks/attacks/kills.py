@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"^runs/\d+-")
 
 
 def attack(seed: int, folder: Path) -> Result:
-    """Kill one stage up to three times in a row and let it go on each time.
+    """Kill one stage up to three times in a row and start the same command again each time.
 
     Args:
         folder: of the prepared studies, and of the one that is hurt.
@@ -34,7 +34,6 @@ def attack(seed: int, folder: Path) -> Result:
         if not ended.killed:
             break
         kills += 1
-        command = _again(stage, study)
     else:
         ended = run(command, study, limit_s=_SECONDS)
     what = f"{stage}, killed {kills} times"
@@ -88,12 +87,3 @@ def different(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 def _killed(command: tuple[str, ...], study: Path, after: float) -> Ended:
     return run(command, study, kill_after=lambda passed: passed > after, limit_s=_SECONDS)
-
-
-def _again(stage: str, study: Path) -> tuple[str, ...]:
-    """The command that goes on: a run is resumed, once it is known what it is."""
-    begun = [path for path in (study / "runs").glob("0*") if (path / "config.toml").exists()]
-    if not stage.startswith("train") or not begun:
-        return STAGES[stage]
-    local = ("--backend", "local") if "local" in STAGES[stage] else ()
-    return ("train", "--resume", begun[0].name, *local)

@@ -166,7 +166,7 @@ def test_without_annotations_patches_take_the_slides_label_and_tile_reports_it(a
     done = wsi_fl("tile", "--all", *flags(SETTINGS), "--json", cwd=study.root)
     assert done.returncode == 0 and "take the slide's label" in done.stderr
     document = json.loads(done.stdout)
-    assert document["next"] == ["wsi-fl train --method regular"]
+    assert document["next"] == [" ".join(["wsi-fl train --method regular", *flags(SETTINGS)])]
     make_real(study, "A", says="real = true")
     again = tile_slides(study, site=None, overrides=SETTINGS)
     assert again["next"] == ["wsi-fl federation approve PLAN --kit KIT"]

@@ -62,6 +62,24 @@ def test_ranks_of_mpiexec_train_the_models_of_one_process(uninterrupted):
         assert stores[0].read_text() == stores[1].read_text()
 
 
+@pytest.mark.slow
+def test_killed_ranks_of_mpiexec_started_again_go_on_with_their_run(uninterrupted):
+    study, summary = uninterrupted
+    command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", "--bind-to", "none", *WSI_FL, "--json"]
+    how = {"cwd": study.root, "env": launch.rank_environment(2), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    checkpoints = "*-proxyfl-*/sites/*/state/round_*.safetensors"
+    known = set(study.runs_path.glob(checkpoints))
+    with subprocess.Popen(command, start_new_session=True, **how) as job:
+        path = wait_for_file(study.runs_path, checkpoints, known).parents[3]
+        for pid in processes_of(job.pid):
+            os.kill(pid, signal.SIGKILL)
+    done = subprocess.run(command, check=True, timeout=120, **how)
+    assert f"goes on with {path.name}, round ".encode() in done.stderr
+    assert study.root / json.loads(done.stdout)["run"] == path
+    assert_contract(json.loads(done.stdout), path)
+    assert_same(study, path, summary["run"])
+
+
 def assert_contract(summary, path):
     assert summary["method"] == "proxyfl" and summary["lost"] == [] and summary["seconds"] > 0
     assert [row["site"] for row in summary["sites"]] == SITES
@@ -83,7 +101,7 @@ def uninterrupted(tmp_path_factory):
     return study, trained(study, "proxyfl", *SEEDED)
 
 
-def test_a_killed_job_resumes_to_the_same_models_and_the_same_account(uninterrupted, wsi_fl):
+def test_the_command_of_a_killed_job_goes_on_to_the_same_models_and_the_same_account(uninterrupted, wsi_fl):
     study, summary = uninterrupted
     checkpoints = "*-proxyfl-*/sites/*/state/round_*.safetensors"
     known, quiet = set(study.runs_path.glob(checkpoints)), {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -96,8 +114,9 @@ def test_a_killed_job_resumes_to_the_same_models_and_the_same_account(uninterrup
         while any(map(_lives, killed)):  # and holds its locks
             time.sleep(0.01)
     assert not (path / "summary.json").exists()
-    done = wsi_fl("train", "--resume", path.name, "--backend", "local", "--json", cwd=study.root)
+    done = wsi_fl(*WSI_FL[3:], "--backend", "local", "--json", cwd=study.root)
     assert done.returncode == 0, done.stderr
+    assert f"goes on with {path.name}, round " in done.stderr
     assert_contract(json.loads(done.stdout), path)
     assert_same(study, path, summary["run"])
     files = [f for f in path.rglob("*") if f.is_file()]

@@ -200,7 +200,7 @@ def test_other_settings_need_again_and_invalid_ones_are_named(study):
         refused(partial(train_generator, study, site="S2", overrides=[f"ddpm.{setting}"]), words)
 
 
-def test_sampling_is_refused_before_a_passed_check(study):
+def test_sampling_is_refused_before_a_passed_check_and_otherwise_than_in_it(study, wsi_fl):
     folder = KIND.find_folder(study, "S1")
     folder.check_path.unlink(missing_ok=True)
     refused(lambda: sample_generator(study, site="S1", n_per_class=3), "was not run", error=WsiFlError)
@@ -212,4 +212,8 @@ def test_sampling_is_refused_before_a_passed_check(study):
     with PatchStore(study.root / made["store"]) as store:
         assert np.bincount(store.table.label).tolist() == [3, 3] and store.meta.spec.size_px == 8
     assert made["generator"]["sampling"] == document["sampling"]
+    command = ("synthesize", "sample", "--site", "S1", "--n-per-class", "3", "--pipeline", study.pipeline_name(None))
+    assert wsi_fl(*command, cwd=study.root).returncode == 0
+    done = wsi_fl(*command, "--set", "ddpm.sampler=ddpm", cwd=study.root)
+    assert done.returncode == 2 and "another sampler than this pipeline" in done.stderr
     refused(lambda: train_generator(study, site=made["name"]), "synthetic already")

@@ -149,6 +149,16 @@ def test_a_job_that_cannot_continue_is_ended_in_time_and_reported(query_server, 
     assert seconds[0] <= asked.now < seconds[1] and asked.ended == ["7"]
 
 
+def test_ctrl_c_of_submit_says_that_the_job_goes_on_and_how_to_follow_or_end_it(query_server, kit):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    server = query_server(Server(status=interrupt))
+    words = ("job 7 goes on at the hospitals", "federation abort 7", "submit --resume last")
+    refused(lambda: submit(kit), *words, error=WsiFlError)
+    assert server.ended == []
+
+
 def test_a_hospital_that_returns_in_time_has_not_dropped_out(query_server, kit):
     said = {site: {"site": site, "peers": [], "seconds": 0.5} for site in SITES}
     away = lambda now: ("C2",) if 100 < now < 350 else ()  # noqa: E731

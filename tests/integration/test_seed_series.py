@@ -31,7 +31,7 @@ def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(pair):
 
 @pytest.mark.slow
 def test_ctrl_c_between_two_runs_of_a_series_names_the_command_that_resumes(pair, monkeypatch):
-    real = training.begin_run
+    real = training.train_pipeline
 
     def begin(study, pipeline, *args, **kwargs):
         if pipeline.train.seed == 1:  # before its run has a name
@@ -39,7 +39,7 @@ def test_ctrl_c_between_two_runs_of_a_series_names_the_command_that_resumes(pair
         return real(study, pipeline, *args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
-        patch.setattr(training, "begin_run", begin)
+        patch.setattr(training, "train_pipeline", begin)
         series(pair, 2)
     (run,) = re.findall(r"`wsi-fl train --resume (\S+)`", str(stopped.value))
     resume_series(pair, run, backend="local")

@@ -212,6 +212,7 @@ def divide_images(
     """Divide an image data set among simulated sites."""
     study = find_study()
     from wsi_fl.stages.prepare.partition import partition_images, render_partition_lines
+    from wsi_fl.stages.runtime.hints import partition_hint
 
     document = partition_images(
         study,
@@ -225,4 +226,4 @@ def divide_images(
         prefix=prefix,
         balance_test=balance_test,
     )
-    print_document(document, as_json, render_partition_lines)
+    print_document(document, as_json, lambda document: [*render_partition_lines(document), partition_hint(study)])

@@ -44,6 +44,9 @@ class MethodHelpCommand(TyperCommand):
 
 _Backend = Annotated[str, Option(help="mpi: one rank per site. local: all sites in this process.")]
 _Resume = Annotated[str | None, Option(metavar="RUN", help="Continue a run after its last round.")]
+_New = Annotated[
+    bool, Option("--new", help="Start another run where one of these settings is unfinished; ε is charged in addition.")
+]
 _Seeds = Annotated[int | None, Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on.")]
 _Folds = Annotated[
     int | None, Option(metavar="N", help="A series of runs, each testing one of N folds of every site's patients.")
@@ -74,6 +77,7 @@ def train(
     overrides: Set = None,
     backend: _Backend = "mpi",
     resume: _Resume = None,
+    is_new: _New = False,
     seeds: _Seeds = None,
     folds: _Folds = None,
     leave_site_out: _LeaveSiteOut = False,
@@ -86,13 +90,20 @@ def train(
     gpus: SiteGpus = None,
     as_json: Json = False,
 ) -> None:
-    """Train: one MPI rank per site, started here or by mpiexec or srun."""
+    """Train: one MPI rank per site, started here or by mpiexec or srun.
+
+    An unfinished run of the same settings and stores goes on, without another charge.
+    """
     is_series = seeds is not None or folds is not None or leave_site_out
     load_baselines = METHODS[method].load_baselines if baselines and method in METHODS else None
     is_new_run = resume is None and not is_series and not dry_run
     _check_options(
         resume is None or not (overrides or pipeline or is_series),
         "a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and --leave-site-out",
+    )
+    _check_options(
+        not is_new or not (resume or dry_run),
+        "--new starts a run; leave out --resume, which continues one, and --dry-run",
     )
     _check_options(not without or resume, "--without belongs to --resume; a new run takes its sites from the pipeline")
     names = list_names(lambda row: row.load_baselines is not None)
@@ -113,12 +124,13 @@ def train(
         _show_cost(study, as_json, method=method, is_fold=folds is not None, **options)
     elif load_baselines is not None:
         run_baselines, render_baseline_lines = load_baselines()
-        run_work("train", partial(run_baselines, study, **options), as_json, render_baseline_lines)
+        work = partial(run_baselines, study, resume=not is_new, **options)
+        run_work("train", work, as_json, render_baseline_lines)
     elif resume is not None:
         _resume_training(study, resume, without or (), backend, as_json)
     else:
         series = {"seeds": seeds, "leave_site_out": leave_site_out} if is_series else None
-        _start_training(study, series, as_json, method=method, **options)
+        _start_training(study, series, as_json, method=method, resume=not is_new, **options)
 
 
 def _check_options(condition: object, message: str) -> None:
@@ -131,8 +143,8 @@ def _show_cost(study: Study, as_json: bool, *, is_fold: bool, overrides: list[st
     """Print what a run would cost; of a series of folds, one of its runs."""
     from wsi_fl.stages.training import run_cost
 
-    cost = run_cost.dry_run(study, overrides=[*overrides, *["train.fold=1"] * is_fold], **options)
-    print_document(cost, as_json, run_cost.plan_lines)
+    work = partial(run_cost.dry_run, study, overrides=[*overrides, *["train.fold=1"] * is_fold], **options)
+    run_work("dry run", work, as_json, run_cost.plan_lines)
 
 
 def _resume_training(study: Study, run: str, without: Sequence[str], backend: str, as_json: bool) -> None:

@@ -27,6 +27,7 @@ from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_plan_params
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
+from wsi_fl.stages.runtime.hints import next_command
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.public_sources import require_public
 from wsi_fl.stores.bag_store import BagStore
@@ -121,13 +122,16 @@ def build_projection(
         n_dimensions = choose_n_components(x, statistics.n_examples, statistics.noise_variance())
     projection = fit_projection(x, ProjectionOrigin(encoder=encoder.label, sources=origins), n_dimensions or N_PUBLIC)
     write_projection(out, projection)
+    file = study.relative_path(out.resolve())
+    command = next_command("train --method oneshot", pipeline_name, overrides, [f"model.projection={file}"])
     return {
-        "file": study.relative_path(out.resolve()),
+        "file": file,
         "digest": projection.digest,
         "dimensions": projection.n_components,
         "encoder": encoder.label,
         "sources": [source.model_dump() for source in origins],
         "excluded": skipped,
+        "next": [command],
     }
 
 
@@ -206,6 +210,4 @@ def render_projection_lines(document: Mapping[str, Any]) -> Lines:
     )
     if skipped := document["excluded"]:
         yield TextLine(f"  {len(skipped)} other files were skipped{_name_examples(skipped)}", "yellow")
-    yield TextLine(
-        f"give the file to all sites; next: wsi-fl train --method oneshot --set model.projection={document['file']}"
-    )
+    yield TextLine(f"give the file to all sites; next: {document['next'][0]}")

@@ -37,6 +37,7 @@ from wsi_fl.privacy.ledger_file import Release, digest_values
 from wsi_fl.privacy.privacy_plan import PrivacyPlan, require_plan
 from wsi_fl.stages.prepare.slide_lists import Scope, select_sites
 from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
+from wsi_fl.stages.runtime.hints import next_command
 from wsi_fl.stages.runtime.rank_job import RankJob, select_device
 from wsi_fl.stages.site import privacy_account, site_ledger
 from wsi_fl.stages.site.run_context import RunContext
@@ -70,7 +71,10 @@ def release_statistics(study: Study, *, repeat: bool = False, **selection: Unpac
     rows = job.share_items(
         sites, lambda job_sites: (_release_site(_build_context(study, pipeline, site), repeat) for site in job_sites)
     )
-    return {"sites": rows} if job.is_first else {}
+    if not job.is_first:
+        return {}
+    options = selection.get("pipeline_name"), selection.get("overrides", ())
+    return {"sites": rows, "next": [next_command("train --method oneshot", *options, ["train.from_released=true"])]}
 
 
 def _build_context(study: Study, pipeline: Pipeline, site: SiteFile) -> RunContext:
@@ -193,7 +197,4 @@ def release_lines(document: dict[str, Any]) -> Lines:
         if row["epsilon"] is not None:
             guarantee = f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}"
         yield TextLine(f"  {row['site']}: statistics of {row['n']} {row['unit']}s; {cost}: {guarantee} ({row['file']})")
-    yield TextLine(
-        "the files may be copied to the other sites' statistics/; next: "
-        "wsi-fl train --method oneshot --set train.from_released=true"
-    )
+    yield TextLine(f"the files may be copied to the other sites' statistics/; next: {document['next'][0]}")

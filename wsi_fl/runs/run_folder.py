@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,8 @@ _NAME_PATTERN = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")
 _MEMBERSHIP_FIELDS = {"site": str, "event": str}
 """Fields of the lines of `roster.jsonl`."""
 _MANIFEST_KEYS = ("id", "config_sha256")
+_PATIENCE_S = 2.0
+"""Seconds after which the lock of a killed command is gone."""
 _DocumentName = Literal["summary", "evaluation", "clinical", "audit"]
 _DOCUMENTS: Mapping[_DocumentName, tuple[str, tuple[str, ...], str]] = {
     "summary": (
@@ -50,9 +53,21 @@ class RunFolder:
     @staticmethod
     def create(runs: Path, method: str, pipeline: str) -> RunFolder:
         """Make the folder with the next free number, under a lock: two runs started at once get two numbers."""
+        with RunFolder.hold_numbers(runs):
+            return RunFolder.make_next(runs, method, pipeline)
+
+    @staticmethod
+    @contextmanager
+    def hold_numbers(runs: Path) -> Iterator[None]:
+        """Hold the lock on the numbers of runs: no other process begins a run meanwhile."""
         with file_lock(runs / ".lock"):
-            path = runs / f"{RunFolder.next_number(runs):05d}-{method}-{pipeline_stem(pipeline)}"
-            path.mkdir()
+            yield
+
+    @staticmethod
+    def make_next(runs: Path, method: str, pipeline: str) -> RunFolder:
+        """Make the folder with the next free number. The caller holds the lock on numbers."""
+        path = runs / f"{RunFolder.next_number(runs):05d}-{method}-{pipeline_stem(pipeline)}"
+        path.mkdir()
         return RunFolder(path)
 
     @staticmethod
@@ -72,7 +87,7 @@ class RunFolder:
         if not _NAME_PATTERN.fullmatch(name):
             raise WsiFlError(f"{name!r} is no name of a run; write METHOD-PIPELINE, as in proxyfl-phantom")
         path = runs / f"{number:05d}-{name}"
-        with file_lock(runs / ".lock"):
+        with RunFolder.hold_numbers(runs):
             if next(runs.glob(f"{number:05d}-*"), None) is None:
                 path.mkdir()
                 describe(RunFolder(path))
@@ -188,6 +203,21 @@ class RunFolder:
         """Record that a site that dropped out returns."""
         line = {"site": site, "event": "returned", "newest": self._last_checkpoint(site), "time": _utc_now()}
         append_line(self.path / "roster.jsonl", line)
+
+    @contextmanager
+    def hold_lock(self, busy: str = "") -> Iterator[None]:
+        """Hold the run for one command; WsiFlError, by default with advice, when another works on it."""
+        text = busy or f"{self.path}: another job still works on this run; wait for it, or end it"
+        with file_lock(self.path / ".lock", text, patience_s=_PATIENCE_S):
+            yield
+
+    def is_at_work(self) -> bool:
+        """Return whether a command holds the run now."""
+        try:
+            with file_lock(self.path / ".lock", "at work"):
+                return False
+        except WsiFlError:
+            return True
 
     def refuse_if_busy(self) -> None:
         """Refuse a second job on the run, which would record dropouts and returns of the first one's sites."""

@@ -76,14 +76,18 @@ class SiteFolder:
 
         UsageError where they differ from the beginning of the run.
         """
-        record = self.read_document("store")
-        if record is None:
+        if self.read_document("store") is None:
             self.write_document("store", {**facts, "sha256": digest})
-        elif record["sha256"] != digest or record.get(PIXELS_KEY) != facts.get(PIXELS_KEY):
+        elif not self.has_store(digest, facts):
             raise UsageError(
                 f"site {self.path.name}: its store was made anew since this run began, or the secret of its held-out "
-                "draw was (beside its ledger); put its backup back, or start a new run"
+                "draw was (beside its ledger); put its backup back, or start a new run (`wsi-fl train --new`)"
             )
+
+    def has_store(self, digest: str, facts: Mapping[str, Any]) -> bool:
+        """Return whether the recorded store has this digest and these pixels."""
+        record = self.read_document("store") or {}
+        return record.get("sha256") == digest and record.get(PIXELS_KEY) == facts.get(PIXELS_KEY)
 
     def store_digest(self) -> str | None:
         """Return the recorded digest of the store; None without one."""

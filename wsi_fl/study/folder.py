@@ -226,9 +226,19 @@ class Study:
             )
         return [self.load_site(name) for name in names]
 
+    def pipeline_names(self) -> list[str]:
+        """Return the names of the study's own pipelines."""
+        return sorted(path.stem for path in drop_companions((self.root / "pipelines").glob("*.toml")))
+
+    def read_header(self, name: str) -> str:
+        """Return the first line of a pipeline's file where it is a comment, such as the command for it; "" without."""
+        with self._pipeline_path(name).open(encoding="utf-8-sig", errors="replace") as file:
+            line = file.readline()
+        return line.strip() if line.startswith("#") else ""
+
     def pipeline_name(self, name: str | None) -> str:
         """Return the given name, else the only pipeline, else camelyon17; UsageError for several others."""
-        names = [path.stem for path in drop_companions((self.root / "pipelines").glob("*.toml"))]
+        names = self.pipeline_names()
         if not name and len(names) > 1 and "camelyon17" not in names:
             raise UsageError(f"the study has several pipelines; name one with --pipeline: {', '.join(names)}")
         return name or (names[0] if len(names) == 1 else "camelyon17")

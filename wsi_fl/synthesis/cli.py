@@ -26,7 +26,10 @@ _Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. gan.iterations=2000. Repeatable."),
 ]
-_Generator = Annotated[str | None, typer.Option(help="gan or ddpm. Default: the pipeline's; of sample: the site's.")]
+_Generator = Annotated[
+    str | None,
+    typer.Option(help="gan or ddpm. Default: the pipeline's; of sample the site's, where it has one of them."),
+]
 
 
 def _resolve_options(
@@ -52,10 +55,12 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
-    from wsi_fl.synthesis.stages.generator_training import render_training_lines, train_generator
+    from wsi_fl.synthesis.stages.generator_training import build_check_hint, render_training_lines, train_generator
 
-    work = partial(train_generator, *_resolve_options(pipeline, overrides, generator), site, restart=restart)
-    run_work("synthesize train", work, as_json, render_training_lines)
+    study, settings, kind = _resolve_options(pipeline, overrides, generator)
+    hint = build_check_hint(settings, kind, site, pipeline, overrides or [])
+    work = partial(train_generator, study, settings, kind, site, restart=restart)
+    run_work("synthesize train", work, as_json, partial(render_training_lines, check_hint=hint))
 
 
 @app.command()
@@ -75,13 +80,16 @@ def sample(
             "--despite-failed-check", help="Write the set although the check failed or was not run; the store says so."
         ),
     ] = False,
+    pipeline: Pipeline = None,
+    overrides: _Set = None,
     as_json: Json = False,
 ) -> None:
     """Write a synthetic patch store, once the check of this generator was passed."""
     from wsi_fl.synthesis.stages.synthetic_stores import render_sample_lines, sample_generator
 
+    settings = _resolve_options(pipeline, overrides, generator) if pipeline or overrides else None
     document = sample_generator(
-        find_study(),
+        find_study() if settings is None else settings[0],
         site=site,
         n_per_class=n_per_class,
         name=name,
@@ -89,6 +97,7 @@ def sample(
         generator=generator,
         as_site=as_site,
         despite_failed_check=despite_failed_check,
+        pipeline=None if settings is None else settings[1],
     )
     print_document(document, as_json, render_sample_lines)
 

@@ -121,8 +121,8 @@ def _make_request(
     return RunRequest(
         signed_plan.name,
         run,
-        resumes_last,
-        without,
+        resumes_last=resumes_last,
+        without=without,
         may_begin_without=signed_plan.pipeline().train.min_sites is not None,
         agreement=signed_plan.digest,
         approved=approved,

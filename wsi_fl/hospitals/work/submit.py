@@ -271,12 +271,24 @@ def run_plan_job(
             awaited=awaited,
             list_revoked=lambda: [site for site in sites if plan.keys.get(site, "") in kit.load_revocation_list().keys],
         )
+    except KeyboardInterrupt:
+        raise _explain_interruption(numbers) from None
     except WsiFlError as error:
         for number in numbers:
             log_end(kit, number, reason=str(error), fault=find_fault(error))
         raise
     log_end(kit, numbers[0], run=replies[sites[0]].get("run"))
     return replies
+
+
+def _explain_interruption(numbers: Sequence[str]) -> BaseException:
+    """Return the error of Ctrl-C: a submitted job goes on at the hospitals."""
+    if not numbers:
+        return KeyboardInterrupt()
+    return WsiFlError(
+        f"interrupted; job {numbers[0]} goes on at the hospitals: `wsi-fl federation status` shows it, `wsi-fl "
+        f"federation abort {numbers[0]}` ends it, and then `wsi-fl federation submit --resume last` goes on"
+    )
 
 
 def submission_lines(document: SubmittedRun) -> Lines:

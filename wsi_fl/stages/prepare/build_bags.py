@@ -30,6 +30,7 @@ from wsi_fl.stages.prepare.bag_builder import BagBuilder, SelectedPatches
 from wsi_fl.stages.prepare.slide_lists import BagsDocument, BagsRow, Outcome, Scope, SlideList
 from wsi_fl.stages.prepare.tile_plans import build_tissue_params
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, Watcher, print_message, render_speed_lines
+from wsi_fl.stages.runtime.hints import next_command, pipeline_method
 from wsi_fl.stages.runtime.rank_job import RankJob
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.site_data import open_store
@@ -270,7 +271,20 @@ def make_features(study: Study, *, watcher: Watcher | None = None, **scope: Unpa
         for store in stores:
             yield _FeatureBuilder(study, store, encoder)
 
-    return _build_all_stores(list_builders, watcher)
+    document = _build_all_stores(list_builders, watcher)
+    if document:
+        document["next"] = [_features_command(study, **scope)]
+    return document
+
+
+def _features_command(study: Study, **scope: Unpack[Scope]) -> str:
+    """Return the training command for features: of linear heads, where the pipeline is not for features."""
+    pipeline_name, overrides = scope.get("pipeline_name"), scope.get("overrides", ())
+    pipeline, _ = slide_lists.select_sites(study, **scope)
+    heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
+    required_settings = [] if pipeline.train.data == "features" else heads
+    command = f"train --method {pipeline_method(study, pipeline_name)}" if not required_settings else "train"
+    return next_command(command, pipeline_name, overrides, required_settings)
 
 
 def _build_all_stores(
@@ -295,6 +309,4 @@ def render_feature_lines(document: BagsDocument) -> Lines:
     yield from render_speed_lines(document["speed"])
     first = document["sites"][0]
     yield TextLine(f"{first['n_features']} features of every patch ready ({first['encoder']})")
-    yield TextLine(
-        "next: wsi-fl train --set train.data=features --set model.private=linear_head --set model.proxy=linear_head"
-    )
+    yield from (TextLine(f"next: {command}") for command in document.get("next", ()))

@@ -245,7 +245,6 @@ def render_partition_lines(document: _PartitionDocument) -> Lines:
     title = f"training images ({document['skew']})"
     yield build_site_table(title, "class", [row["site"] for row in sites], [*rows, None, *sums])
     yield from (TextLine(f"  {line}", "bold yellow") for line in document["copies"])
-    yield TextLine("stores ready; next: wsi-fl train --method proxyfl; with several pipelines, --pipeline NAME too")
 
 
 _Skew = Callable[[NDArray[np.int64], int, int | None, np.random.Generator], list[NDArray[np.int64]]]

@@ -12,6 +12,7 @@ import numpy as np
 
 from wsi_fl.slides.layouts import Sources, read_site
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, build_site_table, render_speed_lines
+from wsi_fl.stages.runtime.hints import next_command
 from wsi_fl.stages.runtime.rank_job import RankJob
 from wsi_fl.stages.site.slide_files import resolve_patterns
 from wsi_fl.stages.site.target_labels import Subtypes, list_classes
@@ -295,9 +296,9 @@ def next_commands(study: Study, **scope: Unpack[Scope]) -> list[str]:
     """Return the training command for mosaics; none where no site has labels."""
     pipeline, sites = select_sites(study, **scope)
     is_override = any(override.startswith("train.data=") for override in scope.get("overrides", ()))
-    data_option = "" if pipeline.train.data == "mosaics" and not is_override else " --set train.data=mosaics"
-    pipeline_option = f" --pipeline {name}" if (name := scope.get("pipeline_name")) else ""
-    return [] if all(site.is_receiver for site in sites) else [f"wsi-fl train{data_option}{pipeline_option}"]
+    required = [] if pipeline.train.data == "mosaics" and not is_override else ["train.data=mosaics"]
+    command = next_command("train", scope.get("pipeline_name"), scope.get("overrides", ()), required)
+    return [] if all(site.is_receiver for site in sites) else [command]
 
 
 def first_failure(failed: Sequence[ExcludedSlide]) -> str:

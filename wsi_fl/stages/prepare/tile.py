@@ -20,6 +20,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.federation.methods import LOCAL_METHOD
 from wsi_fl.slides.patching.artifacts import KINDS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
 from wsi_fl.slides.patching.splits import assign_splits
@@ -28,11 +29,11 @@ from wsi_fl.stages.prepare.slide_lists import Outcome, Scope, SlideList, SlideQu
 from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_slides, select_patches
 from wsi_fl.stages.prepare.write_shards import ShardWriter
 from wsi_fl.stages.runtime.console import Lines, TextLine, Watcher, print_message
+from wsi_fl.stages.runtime.hints import next_command, pipeline_method
 from wsi_fl.stages.runtime.rank_job import RankJob
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_shards import Counts, link_shards, read_linked_counts
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import site_lock, write_csv
 from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, ExcludedSlide, SlideRecord, WsiFlError
 
@@ -92,27 +93,20 @@ def tile_slides(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
         progress.update(slides.site.name, 0, len(slides.records))
     scans: list[Scan] = []
     rows = [row for slides in site_lists if (row := _tile_site(slides, job, progress, scans))]
-    site, name = scope["site"], scope.get("pipeline_name")
-    pipeline_option = "" if name is None else f" --pipeline {name}"
-    sites_option, is_only_site = "--all" if site is None else f"--site {site}", len(study.site_names()) == 1
-    steps = _next_steps(site_lists[0].pipeline, sites_option, pipeline_option, is_only_site=is_only_site)
-    if site_lists[0].site.real and is_only_site:  # one site of a federation
-        steps[-1] = "wsi-fl federation approve PLAN --kit KIT"
+    steps = _next_steps(study, site_lists[0], **scope)
     return {"sites": rows, "copies": describe_shared(scans), "next": steps} if job.is_first else {}
 
 
-def _next_steps(
-    pipeline: Pipeline, sites_option: str, pipeline_option: str, *, is_only_site: bool = False
-) -> list[str]:
-    """Return the commands between stores and a trained model.
-
-    Example:
-        >>> _next_steps(Pipeline(train={"data": "features"}), "--site C1", " --pipeline deep")
-        ['wsi-fl features --site C1 --pipeline deep', 'wsi-fl train --method proxyfl --pipeline deep']
-    """
-    steps = [f"wsi-fl features {sites_option}"] if pipeline.train.data == "features" else []
-    train = "wsi-fl train --method regular" if is_only_site else "wsi-fl train --method proxyfl"
-    return [step + pipeline_option for step in (*steps, train)]
+def _next_steps(study: Study, slides: SlideList, **scope: Unpack[Scope]) -> list[str]:
+    """Return the commands between stores and a trained model, with the options of this command."""
+    options: tuple[str | None, Sequence[str]] = scope.get("pipeline_name"), scope.get("overrides", ())
+    sites_option = "--all" if scope["site"] is None else f"--site {scope['site']}"
+    steps = [next_command(f"features {sites_option}", *options)] if slides.pipeline.train.data == "features" else []
+    is_only_site = len(study.site_names()) == 1
+    if slides.site.real and is_only_site:  # one site of a federation
+        return [*steps, "wsi-fl federation approve PLAN --kit KIT"]
+    method = LOCAL_METHOD if is_only_site else pipeline_method(study, options[0])
+    return [*steps, next_command(f"train --method {method}", *options)]
 
 
 def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Scan]) -> _TileRow | None:

@@ -10,7 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from wsi_fl.stages.training.site_preflight import (
     store_decisions,
 )
 from wsi_fl.stages.training.summary import Summary, SummaryRow, build_row, build_summary
+from wsi_fl.stages.training.unfinished_runs import claim_common_run
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
@@ -220,13 +221,19 @@ def run_launched_rank(context: RunContext, request: RunRequest) -> Summary:
     running, names = context.running, context.names
     launch.share_threads()
     comm = MpiComm(context.pipeline.comm.timeout_s, running, len(names), tuple(names))
-    return take_part(context, comm, request)
+    return take_part(context, comm, request, claim_common_run)
 
 
-def take_part(context: RunContext, comm: Comm, request: RunRequest) -> Summary:
+def take_part(
+    context: RunContext,
+    comm: Comm,
+    request: RunRequest,
+    claim: Callable[[RunContext, RunRequest, Comm], AbstractContextManager[RunFolder]] | None = None,
+) -> Summary:
     """Run as the process of a site, over any transport; return the summary.
 
-    The sites agree on the run (`select_run`). A failure is reported in one line and ends the job everywhere.
+    The sites agree on the run, by default as `select_run` does. A failure is reported in one line and ends the job
+    everywhere.
     """
     study, site = context.study, context.sites[comm.sites[0]]
 
@@ -237,7 +244,14 @@ def take_part(context: RunContext, comm: Comm, request: RunRequest) -> Summary:
         log = run.site_folder(site.name).log if site.real else None
         return work_as_rank(study, run, comm, SilentProgress(log))
 
-    return _run_guarded(comm, study, site, lambda: select_run(context, request, comm), run_work, report_error)
+    with ExitStack() as stack:
+
+        def find_run() -> RunFolder:
+            if claim is None:
+                return select_run(context, request, comm)
+            return stack.enter_context(claim(context, request, comm))
+
+        return _run_guarded(comm, study, site, find_run, run_work, report_error)
 
 
 def _make_reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop._Report:

@@ -40,6 +40,7 @@ class RunRequest:
         pipeline: name of the settings of a new run.
         run: the run to resume; None for a new one, or the last of a plan.
         resumes_last: whether to resume the last run of the plan common to all sites, if there is one.
+        is_new: whether `train` begins another run where one of these settings is unfinished.
         without: sites to exclude, as if they had dropped out.
         reasons: reasons by excluded site; by default --without.
         may_begin_without: whether a new run may begin without them, and they may participate later.
@@ -51,6 +52,7 @@ class RunRequest:
     pipeline: str
     run: RunFolder | None = None
     resumes_last: bool = False
+    is_new: bool = False
     without: Sequence[str] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     may_begin_without: bool = False

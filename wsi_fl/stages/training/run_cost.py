@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,19 +10,15 @@ from typing import TypedDict
 import numpy as np
 import torch
 
-from wsi_fl.data.batches import load_batches
 from wsi_fl.federation import preflight
 from wsi_fl.federation.site_state import Site
-from wsi_fl.learning.ensemble import LOCAL
-from wsi_fl.learning.local_training import take_supervised_step
 from wsi_fl.privacy.accounting import Mechanism, epsilon
-from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.gradients import trainable_parameters
 from wsi_fl.privacy.guarantee import reportable_max_tpr
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.report.formatting import describe_worst_detection
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.runtime.console import Lines, TextLine, print_message
+from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher, print_message
 from wsi_fl.stages.site.privacy_account import (
     Group,
     compute_group,
@@ -33,14 +28,14 @@ from wsi_fl.stages.site.privacy_account import (
     list_mechanisms,
 )
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.training.build_sites import build_recipe, build_site
+from wsi_fl.stages.training.build_sites import build_site
 from wsi_fl.stages.training.checks import check_budgets, check_run, report_doubts
 from wsi_fl.stages.training.site_preflight import build_preflight
+from wsi_fl.stages.training.step_timing import StepTime, batch_size_of, time_steps
 from wsi_fl.study.folder import Study
 from wsi_fl.system.machine import peak_bytes
 from wsi_fl.types import Images
 
-_TIMED_STEPS = 3
 _MIN_UNITS_EPSILON = 600.0
 """Units of a site, times ε, from which on rounds of linear heads gained more than one-shot (studies/ROUNDS.md)."""
 _RARE_SHARE, _MANY_UNITS = 0.5, 1000
@@ -48,7 +43,11 @@ _RARE_SHARE, _MANY_UNITS = 0.5, 1000
 
 
 class _SiteCost(TypedDict):
-    """Cost of a run for a site; a real one's rows are counted before the held-out draw, and n_validation is None."""
+    """Cost of a run for a site; a real one's rows are counted before the held-out draw, and n_validation is None.
+
+    Attributes:
+        timed_units: units of the timed step where `seconds` is an estimate from a part of a batch; None for whole ones.
+    """
 
     site: str
     n_train: int
@@ -65,6 +64,7 @@ class _SiteCost(TypedDict):
     batch_size: int
     sigma: float | None
     seconds: float
+    timed_units: int | None
     parameters: int
     trained_parameters: int
     expected: str | None
@@ -86,9 +86,18 @@ class _RunCost(TypedDict):
 
 
 def dry_run(
-    study: Study, *, method: str, pipeline_name: str | None = None, overrides: Sequence[str] = (), backend: str = "mpi"
+    study: Study,
+    *,
+    method: str,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    backend: str = "mpi",
+    watcher: Watcher | None = None,
 ) -> _RunCost:
-    """Return the cost of a run after a preflight: ε of each site, memory and time from a few timed steps."""
+    """Return the cost of a run after a preflight: ε of each site, memory and time from a few timed steps.
+
+    Steps are timed for half a minute; where they take longer, from steps on a part of a batch.
+    """
     name = study.pipeline_name(pipeline_name)
     pipeline = study.load_pipeline(name, overrides)
     with (
@@ -105,7 +114,8 @@ def dry_run(
             print_message(f"  {warning}", "yellow")
         paying = [site for site in assembled if site.name not in context.receivers]
         affordable = {document["site"]: document["affordable"] for document in documents}
-        rows = [_measure_cost(site, context, affordable[site.name]) for site in paying]
+        times = time_steps(paying, context, watcher or SilentProgress())
+        rows = [_measure_cost(site, context, affordable[site.name], times[site.name]) for site in paying]
     seconds = [row["seconds"] for row in rows]
     return {
         "method": method,
@@ -115,30 +125,14 @@ def dry_run(
         "inference_sites": [site.name for site in assembled if site.name in context.receivers],
         # on CPUs the sites share the cores; on GPUs each has its own
         "seconds": sum(seconds) if all(site.device.type == "cpu" for site in paying) else max(seconds),
-        "memory_bytes": peak_bytes(),
+        "memory_bytes": peak_bytes() + sum(step.n_bytes for step in times.values()),
         "sites": rows,
     }
 
 
-def _measure_cost(site: Site, context: RunContext, affordable: int) -> _SiteCost:
-    """Return a site's cost: ε of the plan, and time of all rounds from a few steps on temporary models."""
-    pipeline = context.pipeline
-    batch_size = site.plan.batch_size if site.plan else pipeline.train.batch_size
-    units = np.unique(site.units.of_row)[:batch_size]
-    stream = CipherStream.from_entropy()
-    rows = [site.units.draw_rows(units, stream)] * (_TIMED_STEPS + 1)
-    recipe = build_recipe(context)
-    image_batches = load_batches(
-        site.training_examples(), iter(rows), augment=recipe.make_augment(stream), device=site.device, draws=stream
-    )
-    start = 0.0
-    for number, batch in enumerate(site.units.attach_units(image_batches, rows, site.device)):
-        if number == 1:  # the first step warms up
-            start = time.perf_counter()
-        context.method.step(site.learners, batch, recipe.weights, stream)
-        if local_learner := site.learners.get(LOCAL):
-            take_supervised_step(local_learner, batch, stream)
-    per_step = (time.perf_counter() - start) / _TIMED_STEPS
+def _measure_cost(site: Site, context: RunContext, affordable: int, step: StepTime) -> _SiteCost:
+    """Return a site's cost: ε of the plan, and time of all rounds from that of a step."""
+    pipeline, batch_size = context.pipeline, batch_size_of(site, context)
     steps = site.plan.steps if site.plan else -(-site.units.n // batch_size) * pipeline.train.epochs_per_round
     terms, models = site.ledger.terms, [learner.model for learner in site.learners.values()]
     cost = list_mechanisms(site, pipeline.train.rounds) if pipeline.privacy.has_noise else []
@@ -157,7 +151,8 @@ def _measure_cost(site: Site, context: RunContext, affordable: int) -> _SiteCost
         "unit": terms.unit,
         "batch_size": batch_size,
         "sigma": site.plan.sigma if site.plan else None,
-        "seconds": per_step * steps * pipeline.train.rounds,
+        "seconds": step.seconds * steps * pipeline.train.rounds,
+        "timed_units": step.timed_units,
         "parameters": sum(p.numel() for model in models for p in model.parameters()),
         "trained_parameters": sum(p.numel() for model in models for p in trainable_parameters(model)),
         "expected": _estimate_gain(site, context, cost),
@@ -221,7 +216,14 @@ def plan_lines(document: _RunCost) -> Lines:
         yield TextLine(f"  {detection_line}")
     seconds, gigabytes = document["seconds"], document["memory_bytes"] / 1e9
     text = f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
+    estimate = _describe_timing(document["sites"])
     yield TextLine(
         f"all sites fit together; {document['rounds']} rounds of {document['method']} take about {text} and "
-        f"{gigabytes:.1f} GB of memory, start and evaluation left out"
+        f"{'at least ' if estimate else ''}{gigabytes:.1f} GB of memory, start and evaluation left out{estimate}"
     )
+
+
+def _describe_timing(rows: Sequence[_SiteCost]) -> str:
+    """Describe that times are estimates from a part of a batch; "" where whole steps were timed."""
+    parts = [(row["timed_units"], row["batch_size"], row["unit"]) for row in rows if row["timed_units"] is not None]
+    return "; estimated from a step on {} of {} {}s".format(*min(parts)) if parts else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -18,10 +18,12 @@ from wsi_fl.stages.site.privacy_account import costs_epsilon, describe_spending
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check_run, report_doubts
-from wsi_fl.stages.training.resume import RunRequest, describe_run, note_participants, open_run, record_site_files
+from wsi_fl.stages.training.resume import RunRequest, note_participants, open_run, record_site_files
 from wsi_fl.stages.training.summary import Summary, load_summary
+from wsi_fl.stages.training.unfinished_runs import claim_run, is_repeated, list_open_sites
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.files import file_lock
 from wsi_fl.system.machine import count_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -63,15 +65,40 @@ class _RunSeries:
         member_pipeline = pipeline.replace_keys(train={"seed": member.seed, **folds, **left_out})
         return member_pipeline.model_copy(update={"sites": list(self.sites)}) if self.sites else member_pipeline
 
+    @staticmethod
+    def list_series(study: Study) -> Iterator[tuple[_RunSeries, RunFolder]]:
+        """Yield the runs of a study that belong to a series, each with its series."""
+        for path in sorted(study.runs_path.glob("[0-9]*-*/config.toml")):
+            run = RunFolder(path.parent)
+            if document := run.manifest.get("series"):
+                seeds, sites = tuple(document["seeds"]), tuple(document.get("sites") or ())
+                yield _RunSeries(document["id"], seeds, document.get("folds"), sites), run
+
     def find_runs(self, study: Study) -> dict[SeriesMember, RunFolder]:
         """Return the existing runs by member, without settings common to all, such as a fold of the pipeline."""
         runs = {}
-        for path in sorted(study.runs_path.glob("[0-9]*-*/manifest.json")):
-            run = RunFolder(path.parent)
-            if (run.manifest.get("series") or {}).get("id") == self.id:
+        for series, run in self.list_series(study):
+            if series.id == self.id:
                 seed, fold, left_out = SeriesMember.read_member(load_run_pipeline(run.path / "config.toml"))
                 runs[SeriesMember(seed, fold if self.folds else None, left_out if self.sites else None)] = run
         return runs
+
+    def find_unfinished(self, study: Study, pipeline: Pipeline, method: str) -> _RunSeries | None:
+        """Return the newest unfinished series of the same members, settings and stores; None without one."""
+        same_members = {
+            series.id: series for series, _ in self.list_series(study) if replace(series, id=self.id) == self
+        }
+        for series in reversed(same_members.values()):
+            runs = series.find_runs(study)
+            if len(runs) == len(self.members) and all(load_summary(run) is not None for run in runs.values()):
+                continue
+            if all(self._repeats_run(study, pipeline, method, *item) for item in runs.items()):
+                return series
+        return None
+
+    def _repeats_run(self, study: Study, pipeline: Pipeline, method: str, member: SeriesMember, run: RunFolder) -> bool:
+        with RunContext.create(study, self.build_pipeline(pipeline, member), method) as context:
+            return is_repeated(run, context, list_open_sites(context))
 
 
 class SeriesMember(NamedTuple):
@@ -104,13 +131,19 @@ def train(
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
     backend: str = "mpi",
+    resume: bool = True,
     watcher: Watcher | None = None,
     is_reported: bool = False,
 ) -> Summary:
-    """Train a run and return its summary; `is_reported` where doubts about its stores were reported already.
+    """Train a run and return its summary.
 
     Started by mpiexec or srun it is one rank; otherwise it starts a rank per site, or runs all sites in this process
     with backend "local".
+
+    Args:
+        resume: whether to go on with the newest unfinished run of the same settings and stores, where there is one; a
+            new run is charged in addition.
+        is_reported: whether doubts about the stores were reported already.
     """
     name = study.pipeline_name(pipeline_name)
     pipeline = study.load_pipeline(name, overrides)
@@ -122,13 +155,20 @@ def train(
         )
 
         check_run(context, backend, stores=False)
-        return run_launched_rank(context, RunRequest(name))
-    return begin_run(
-        study, pipeline, method, name, backend=backend, watcher=watcher or SilentProgress(), is_reported=is_reported
+        return run_launched_rank(context, RunRequest(name, is_new=not resume))
+    return train_pipeline(
+        study,
+        pipeline,
+        method,
+        name,
+        backend=backend,
+        resume=resume,
+        watcher=watcher or SilentProgress(),
+        is_reported=is_reported,
     )
 
 
-def begin_run(
+def train_pipeline(
     study: Study,
     pipeline: Pipeline,
     method: str,
@@ -136,22 +176,24 @@ def begin_run(
     *,
     backend: str,
     watcher: Watcher,
+    resume: bool = True,
     series: _RunSeries | None = None,
     is_reported: bool = False,
 ) -> Summary:
-    """Start the ranks of a new run, or run it in this process."""
+    """Start the ranks of the unfinished run of a pipeline or of a new one, or run it in this process; see `train`."""
     context = RunContext.create(study, pipeline, method)
     check_run(context, backend)
     report_doubts(context, stores=not is_reported)
     if backend == "mpi":
         launch.find_mpiexec()
-    run = RunFolder.create(study.runs_path, method, name)
-    describe_run(context, RunRequest(name), uuid4().hex, run, asdict(series) if series else None)
-    try:
-        return _start_run(replace(context, run=run), backend, watcher)
-    except UsageError:  # refused before the first step
-        run.discard_if_unstarted()
-        raise
+    with claim_run(context, name, resume=resume, series=asdict(series) if series else None) as (run, is_begun):
+        if is_begun:
+            return _continue_run(study, RunRequest(run.name, run), backend, watcher, is_reported=True)
+        try:
+            return _start_run(replace(context, run=run), backend, watcher)
+        except UsageError:  # refused before the first step
+            run.discard_if_unstarted()
+            raise
 
 
 def resume_run(
@@ -161,22 +203,29 @@ def resume_run(
 
     A site that dropped out returns in the current round of the others, even when they have finished.
     """
-    ranks = count_ranks()
     run = RunFolder(study.find_run(run_name))
-    request = RunRequest(run.name, run, without=without)
+    with run.hold_lock() if count_ranks() is None else nullcontext():  # the ranks hold it by themselves
+        return _continue_run(study, RunRequest(run.name, run, without=without), backend, watcher or SilentProgress())
+
+
+def _continue_run(
+    study: Study, request: RunRequest, backend: str, watcher: Watcher, *, is_reported: bool = False
+) -> Summary:
+    """Continue the requested run; the caller holds it, unless it is a rank of mpiexec or srun."""
+    ranks = count_ranks()
     context, finished = open_run(study, request)
     if finished is not None:
         print_message(f"{finished['run']} has finished already; nothing is sent again")
         return finished
     if ranks is not None:
         _check_ranks(ranks, context)
-    check_run(context, backend, stores=ranks is None)
+    check_run(context, backend, stores=ranks is None, is_reported=is_reported)
     note_participants(context, request)
     if ranks is not None:
         from wsi_fl.stages.training.ranks import run_launched_rank
 
         return run_launched_rank(context, request)
-    return _start_run(context, backend, watcher or SilentProgress())
+    return _start_run(context, backend, watcher)
 
 
 def _check_ranks(ranks: int, context: RunContext) -> None:
@@ -256,9 +305,10 @@ def train_series(
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
     backend: str = "mpi",
+    resume: bool = True,
     watcher: Watcher | None = None,
 ) -> SeriesSummary:
-    """Train all runs of a series.
+    """Train all runs of a series, or with `resume` the remaining ones of the newest unfinished series of the same runs.
 
     There is one for each of train.seed, train.seed + 1, …; of each seed one per fold where `train.folds` is set and no
     fold is named, or one per site that takes no part in it with `leave_site_out`.
@@ -279,6 +329,12 @@ def train_series(
     if leave_site_out and len(sites) < 2:
         raise UsageError("--leave-site-out needs two sites or more")
     series = _RunSeries(uuid4().hex, tuple(range(first, first + (seeds or 1))), folds, sites)
+    if (unfinished := series.find_unfinished(study, pipeline, method)) is not None:
+        runs = unfinished.find_runs(study).values()
+        n_done = len([run for run in runs if load_summary(run) is not None])
+        progress = f"the series of {min(run.name for run in runs)}, {n_done} of {len(series.members)} runs done"
+        print_message(f"  {'goes on with' if resume else 'stays unfinished:'} {progress}; --new starts another")
+        series = unfinished if resume else series
     for member in series.members:  # all are checked before the first is trained
         check_run(RunContext.create(study, series.build_pipeline(pipeline, member), method), backend, is_reported=True)
     with RunContext.create(study, pipeline, method) as context:
@@ -320,11 +376,9 @@ def resume_series(
         return None
     run = RunFolder(study.find_run(run_name))
     manifest = run.manifest
-    if not (document := manifest.get("series")):
+    series = next((series for series, member in _RunSeries.list_series(study) if member.id == run.id), None)
+    if series is None:
         return None
-    series = _RunSeries(
-        document["id"], tuple(document["seeds"]), document.get("folds"), tuple(document.get("sites") or ())
-    )
     pipeline = load_run_pipeline(run.path / "config.toml")
     method, name = manifest["method"], manifest["pipeline"]
     return _complete_series(study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress())
@@ -334,6 +388,14 @@ def _complete_series(
     study: Study, series: _RunSeries, method: str, name: str, pipeline: Pipeline, *, backend: str, watcher: Watcher
 ) -> SeriesSummary:
     """Finish existing runs and train the others; return the series."""
+    busy = "another command works on this series; wait for it, or end it"
+    with file_lock(study.runs_path / f".series-{series.id}.lock", busy, patience_s=2):
+        return _train_members(study, series, method, name, pipeline, backend=backend, watcher=watcher)
+
+
+def _train_members(
+    study: Study, series: _RunSeries, method: str, name: str, pipeline: Pipeline, *, backend: str, watcher: Watcher
+) -> SeriesSummary:
     runs, members = series.find_runs(study), series.members
     open_members = [member for member in members if member not in runs or runs[member].read("summary") is None]
     summaries: list[Summary] = []
@@ -351,7 +413,7 @@ def _complete_series(
                 summary = resume_run(study, run.name, **options)
             else:
                 member_pipeline = series.build_pipeline(pipeline, member)
-                summary = begin_run(
+                summary = train_pipeline(
                     study, member_pipeline, method, name, **options, series=series, is_reported=position > 0
                 )
         summaries.append(summary)

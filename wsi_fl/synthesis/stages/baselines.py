@@ -16,7 +16,7 @@ from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.finished_runs import find_finished_run
-from wsi_fl.stages.training.train import begin_run
+from wsi_fl.stages.training.train import train_pipeline
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Ddpm, Mpcpa
@@ -53,9 +53,12 @@ def run_baselines(
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
     backend: str = "mpi",
+    resume: bool = True,
     watcher: Watcher | None = None,
 ) -> _BaselinesDocument:
     """Train and evaluate mpcpa and its baselines unless done; write `mpcpa.json` into the run.
+
+    With `resume` unfinished runs of the same settings go on.
 
     Raises:
         UsageError: without permission to read all sites' test patches.
@@ -74,7 +77,7 @@ def run_baselines(
             run = existing.folder
         else:
             watcher.print_message(f"  training {method}")
-            summary = begin_run(study, pipeline, method, name, backend=backend, watcher=watcher)
+            summary = train_pipeline(study, pipeline, method, name, backend=backend, resume=resume, watcher=watcher)
             run = RunFolder(study.find_run(summary["run"]))
         evaluation = run.read("evaluation")
         if evaluation and evaluation.get("aggregated"):

@@ -181,6 +181,15 @@ class _DdpmType(GeneratorType):
         steps, sampling = document["settings"]["steps"], check["sampling"] if check else None
         return {"kind": "ddpm", "iterations": steps, "sampling": sampling}
 
+    def refuse_other_sampling(self, pipeline: Pipeline, provenance: Document) -> None:
+        sampling = asdict(_read_sampling(pipeline.find_section(Ddpm)))
+        checked: Document = provenance["sampling"] or sampling
+        if differing := [key for key, value in checked.items() if sampling[key] != value]:
+            raise UsageError(
+                f"site {provenance['site']}: its check drew images with another {', '.join(differing)} than this "
+                "pipeline; leave out --pipeline and --set, or run `wsi-fl synthesize check` with them first"
+            )
+
     def draw_images(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         """Yield batches of images; of an unchecked denoiser by DDIM."""
         denoiser = load_denoiser(folder)

@@ -137,6 +137,9 @@ class _GanType(GeneratorType):
             "lpips": _lpips_label(document),
         }
 
+    def refuse_other_sampling(self, pipeline: Pipeline, provenance: Document) -> None:
+        """A GAN draws in one way."""
+
     def draw_images(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         generator = _load_gan(folder, provenance["phase"])
         yield draw_samples(generator, labels, seed=provenance["seed"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from shutil import rmtree
@@ -10,10 +11,12 @@ from shutil import rmtree
 from wsi_fl import __version__
 from wsi_fl.report.inline_pictures import render_grid
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
+from wsi_fl.stages.runtime.hints import next_command
 from wsi_fl.stages.site.site_data import open_store, pixels_digest, store_digest
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.folder import Document, GeneratorFolder, Phase
+from wsi_fl.synthesis.keys import LpipsKeys
 from wsi_fl.synthesis.stages.generator_types import GeneratorTrainer, GeneratorType, Losses
 from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
 from wsi_fl.synthesis.training_state import balance_labels
@@ -175,8 +178,18 @@ def _split_settings(settings: Document) -> tuple[Document, Document]:
     return first | {"terms": terms}, second
 
 
-def render_training_lines(document: Document) -> Lines:
-    """Yield the trained generator and the next command."""
+def build_check_hint(
+    pipeline: Pipeline, kind: GeneratorType, site: str, pipeline_name: str | None, overrides: Sequence[str]
+) -> str:
+    """Return the command that checks a site's generator, and the weights that it needs."""
+    command = next_command(f"synthesize check --generator {kind.name} --site {site}", pipeline_name, overrides)
+    if kind.name != "gan" or pipeline.find_section(LpipsKeys).weights is not None:
+        return command
+    return f"{command} (it downloads VGG-16's weights; --set lpips.weights=FILE names a file of them)"
+
+
+def render_training_lines(document: Document, check_hint: str) -> Lines:
+    """Yield the trained generator and the command that checks it."""
     privacy_iterations = document.get("privacy_iterations")
     privacy_text = f", then {privacy_iterations} with the privacy loss" if privacy_iterations is not None else ""
     epochs_text = f" ({document['epochs']:.0f} epochs)" if "epochs" in document else ""
@@ -186,4 +199,4 @@ def render_training_lines(document: Document) -> Lines:
     )
     if (document.get("lpips") or "").startswith("UNTRAINED"):
         yield TextLine(f"  {document['lpips']}", "yellow")
-    yield TextLine(f"next: wsi-fl synthesize check --generator {document.get('kind', 'gan')} --site {document['site']}")
+    yield TextLine(f"next: {check_hint}")

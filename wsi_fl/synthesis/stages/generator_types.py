@@ -198,6 +198,10 @@ class GeneratorType(ABC):
         """Return the sampling parameters of a generator, for a store's provenance."""
 
     @abstractmethod
+    def refuse_other_sampling(self, pipeline: Pipeline, provenance: Document) -> None:
+        """Refuse (UsageError) a pipeline by which images would be drawn otherwise than in the generator's check."""
+
+    @abstractmethod
     def draw_images(self, folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
         """Yield batches uint8[b, c, h, h] on the CPU, an image for each label int64[n]."""
 

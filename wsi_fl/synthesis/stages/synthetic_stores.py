@@ -20,10 +20,12 @@ from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_shards import ShardMeta, write_columns, write_shard
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import dump_toml, validate_model
 from wsi_fl.synthesis.folder import Document
-from wsi_fl.synthesis.stages.generator_types import describe_outcome, load_kind
+from wsi_fl.synthesis.keys import Synthesis
+from wsi_fl.synthesis.stages.generator_types import GeneratorType, describe_outcome, load_kind
 from wsi_fl.synthesis.training_state import balance_labels
 from wsi_fl.system.files import site_lock, write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
@@ -56,13 +58,15 @@ def sample_generator(
     generator: str | None = None,
     as_site: bool = False,
     despite_failed_check: bool = False,
+    pipeline: Pipeline | None = None,
 ) -> _SampleDocument:
     """Write `stores/<name>/patches.h5` of synthetic patches, all of split train; return the `--json` document.
 
     Args:
         name: default `<site>-synthetic`.
-        generator: "gan" or "ddpm"; default: the site's, a GAN where it has both.
+        generator: "gan" or "ddpm"; default: the site's, where it has both the pipeline's, or a GAN.
         as_site: also write a site file, for the store's name in every command.
+        pipeline: settings that the images are to have; they are drawn as in the check, and others are refused.
 
     Raises:
         WsiFlError: when the check of exactly this generator was not passed, unless `despite_failed_check`.
@@ -74,10 +78,11 @@ def sample_generator(
         raise UsageError("--n-per-class must be at least 1")
     site_file = validate_model(SiteFile, {"name": name, "real": False}, f"--name {name!r}")
     source = study.load_site(site)
-    no_gan = study.denoiser_path(source.name).exists() and not study.generator_path(source.name).exists()
-    kind = load_kind(generator or ("ddpm" if no_gan else "gan"))
+    kind = _load_kind(study, source.name, generator, pipeline)
     folder, document = kind.require_trained(study, site)
     provenance = kind.build_provenance(folder, document) | {"seed": seed}
+    if pipeline is not None:
+        kind.refuse_other_sampling(pipeline, provenance)
     _require_permission(source, provenance, as_site=as_site, despite_failed_check=despite_failed_check)
     _require_free_name(study, name)
     store_facts, shape = document["store"], document["settings"]["shape"]
@@ -101,6 +106,15 @@ def sample_generator(
         "site_file": study.relative_path(study.site_path(name)) if as_site else None,
         "seconds": time.perf_counter() - start_time,
     }
+
+
+def _load_kind(study: Study, site: str, generator: str | None, pipeline: Pipeline | None) -> GeneratorType:
+    """Return the named kind of generator, or the site's; where it has both, or none, the pipeline's, or a GAN."""
+    has_gan, has_denoiser = study.generator_path(site).exists(), study.denoiser_path(site).exists()
+    name = "gan" if pipeline is None else pipeline.find_section(Synthesis).generator
+    if has_gan != has_denoiser:
+        name = "gan" if has_gan else "ddpm"
+    return load_kind(generator or name)
 
 
 def _require_permission(site: SiteFile, provenance: Document, *, as_site: bool, despite_failed_check: bool) -> None:

@@ -1,0 +1,62 @@
+"""The next command, as commands propose it in their last line: with the pipeline and the settings that were given."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from wsi_fl.federation.methods import DEFAULT_METHOD
+from wsi_fl.stages.runtime.console import TextLine
+from wsi_fl.study.folder import Study
+
+_METHOD = re.compile(r"\bwsi-fl train --method (\w+)")
+_PIPELINE_OPTION = re.compile(r"--pipeline \S+")
+_MAX_NAMED_PIPELINES = 3
+
+
+def next_command(
+    command: str, pipeline_name: str | None = None, overrides: Sequence[str] = (), required_settings: Sequence[str] = ()
+) -> str:
+    """Return a command for a shell, with a pipeline and settings.
+
+    Args:
+        command: its words without "wsi-fl".
+        pipeline_name: as given by the user; None for the default.
+        overrides: of the user, "key=value".
+        required_settings: of the command itself, in place of the user's of the same keys.
+
+    Example:
+        >>> next_command("train", "kidney", ["train.rounds=5", "train.data=patches"], ["train.data=mosaics"])
+        'wsi-fl train --pipeline kidney --set train.rounds=5 --set train.data=mosaics'
+    """
+    keys = {_key_of(setting) for setting in required_settings}
+    settings = [*(override for override in overrides if _key_of(override) not in keys), *required_settings]
+    words = ["--pipeline", pipeline_name] if pipeline_name else []
+    words += [word for setting in settings for word in ("--set", setting)]
+    return " ".join(["wsi-fl", command, *map(shlex.quote, words)])
+
+
+def _key_of(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def pipeline_method(study: Study, pipeline_name: str | None) -> str:
+    """Return the method in the first line of a pipeline's file, or the default one."""
+    match = _METHOD.search(study.read_header(study.pipeline_name(pipeline_name)))
+    return match[1] if match else DEFAULT_METHOD
+
+
+def partition_hint(study: Study) -> TextLine:
+    """Return the line that follows a partition: the commands of the study's only pipeline, as its file begins."""
+    names = study.pipeline_names()
+    if len(names) != 1:
+        note = f" ({', '.join(names[:_MAX_NAMED_PIPELINES])}, …)" if names else ""
+        return TextLine(f"stores ready; next: {next_command(f'train --method {DEFAULT_METHOD}', 'NAME')}{note}")
+    header = study.read_header(names[0]).removeprefix("#").strip()
+    commands = [
+        _PIPELINE_OPTION.sub(f"--pipeline {shlex.quote(names[0])}", command)
+        for command in header.split(" && ")
+        if command.startswith("wsi-fl ") and _PIPELINE_OPTION.search(command)
+    ]
+    return TextLine(f"stores ready; next: {' && '.join(commands) or next_command(f'train --method {DEFAULT_METHOD}')}")
