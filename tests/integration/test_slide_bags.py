@@ -28,6 +28,7 @@ from wsi_fl.privacy.dpsgd import _sum_unit_gradients
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.privacy.row_independence import model_origin
 from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.training.run_cost import dry_run
@@ -279,6 +280,25 @@ def test_internal_external_and_tumour_type_scores_follow_from_the_predictions(do
         for metric in ("accuracy", "macro_accuracy", "auroc"):
             values = [row[key][metric] for row in document["sites"]]
             assert document[which][metric] == pytest.approx({"mean": np.mean(values), "sd": np.std(values)})
+
+
+def test_slides_without_a_choice_of_diagnosis_are_trained_on_and_not_scored(tmp_path, monkeypatch):
+    monkeypatch.setitem(TYPES, "brain", ("GBM",))
+    monkeypatch.setitem(TYPES, "other", ("LGG",))
+    study = make_bag_study(tmp_path / "study")
+    name = trained(study, "fml", OPEN, "train.lr=1e-9", "train.rounds=1")["run"]
+    document = evaluate(study, name)
+    assert document["unscored"] == {"brain": 2, "other": 2}
+    for row in document["sites"]:
+        assert (row["n"], row["own"]["n"], set(row["tumor_types"])) == (4, 2, {"lung"})
+        assert row["accuracy"] < 1  # of random weights
+    assert "which have one diagnosis in this study" in " ".join(str(line) for line in render_evaluation_lines(document))
+    assert "Not scored: 4 slides of brain, other" in write_report(study, name).read_text()
+    monkeypatch.setitem(TYPES, "lung", ("LUAD",))
+    monkeypatch.setitem(TYPES, "more", ("LUSC",))
+    study = make_bag_study(tmp_path / "none")
+    name = trained(study, "regular", OPEN, "train.rounds=1")["run"]
+    refused(lambda: evaluate(study, name), "nothing to score. Not scored: 8 slides of", error=WsiFlError)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ docs/reference/configuration.md and in `wsi-fl config`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cache
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -356,6 +356,14 @@ class _PredictSettings(Section):
     model on validation rows."""
 
 
+NO_CHOICE = "no tumour type has two diagnoses, so nothing is to choose"
+
+
+def has_choice(subtypes: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether a tumour type has several diagnoses."""
+    return any(len(set(diagnoses)) > 1 for diagnoses in subtypes.values())
+
+
 class Pipeline(Section):
     """The settings of a study."""
 
@@ -367,7 +375,7 @@ class Pipeline(Section):
     store: StoreSettings = StoreSettings()
     subtypes: dict[TableText, list[TableText]] = Field({})
     """Possible diagnoses of each tumour type, for studies of whole slides. With it the classes are diagnoses, without
-    it healthy and tumour."""
+    it healthy and tumour. Slides whose tumour type has one diagnosis are trained on and not scored."""
     mosaic: MosaicSettings = MosaicSettings()
     features: FeatureSettings = FeatureSettings()
     train: TrainSettings = TrainSettings()
@@ -382,6 +390,13 @@ class Pipeline(Section):
     predict: _PredictSettings = _PredictSettings()
 
     _sites_once = field_validator("sites")(refuse_duplicates)
+
+    @field_validator("subtypes")
+    @classmethod
+    def _require_choice(cls, subtypes: dict[str, list[str]]) -> dict[str, list[str]]:
+        if subtypes and not has_choice(subtypes):
+            raise ValueError(NO_CHOICE)
+        return subtypes
 
     @model_validator(mode="before")
     @classmethod

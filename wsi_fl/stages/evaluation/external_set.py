@@ -96,4 +96,4 @@ def _load_external_patches(context: RunContext, name: str, classes: tuple[str, .
     if (other_classes := data.classes) != classes:
         raise UsageError(f"evaluate.external: site {name} has other classes, {', '.join(other_classes)}")
     parts = [data.load_examples(split) for split in SPLITS]
-    return concatenate_examples([part for part in parts if len(part)])
+    return concatenate_examples([part[part.has_choice] for part in parts if part.has_choice.any()])

@@ -14,6 +14,7 @@ from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, 
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study, find_shipped_folder
+from wsi_fl.study.pipeline import NO_CHOICE, has_choice
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import dump_toml, validate_model
 from wsi_fl.system.file_names import drop_companions
@@ -169,7 +170,21 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, *, needs_
     # sorted, so that all sites agree on classes
     pairs = sorted({(record.tumor_type, record.diagnosis) for record in records})
     subtypes = {kind: [diagnosis for other, diagnosis in pairs if other == kind] for kind, _ in pairs}
+    if not has_choice(subtypes):
+        kinds = "; ".join(f"{kind or 'tumour type unknown'}: {names[0]}" for kind, names in subtypes.items())
+        raise UsageError(f"{archive}: {NO_CHOICE} ({kinds}); other types are a column: --column tumor_type=NAME")
+    notes += _describe_unscored(records, subtypes)
     return _ArchiveContents(layout, labelled_sites, columns, subtypes, notes)
+
+
+def _describe_unscored(records: Sequence[SlideRecord], subtypes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a line on the slides whose tumour type has one diagnosis; none without such slides."""
+    kinds = [kind for kind, diagnoses in subtypes.items() if len(diagnoses) == 1]
+    n = sum(record.tumor_type in kinds for record in records)
+    if not n:
+        return []
+    names = ", ".join(f"{kind or 'tumour type unknown'} ({subtypes[kind][0]})" for kind in kinds)
+    return [f"{n} of {len(records)} slides are trained on and not scored: one diagnosis for {names}, nothing to choose"]
 
 
 def _build_sources(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -201,12 +202,27 @@ class SiteData:
         return _EligibleRows(slides.patient[may_train], positions[labelled.obs["row"].to_numpy()[is_training]])
 
     def load_examples(self, split: str) -> Cohort:
-        """Return the examples of a split, in memory where they fit."""
-        examples = self.cohort[self.cohort.obs["split"] == split]
-        examples = replace(examples, allowed=self._find_allowed(examples)).load_inputs()
+        """Return the examples of a split, in memory where they fit; for measuring only those with a choice of class."""
+        examples = self._select_split(split)
+        if split != "train" and not self.receives:
+            examples = examples[examples.has_choice]
+        examples = examples.load_inputs()
         if isinstance(self.store, PatchStore):
             self.store.close_shards()  # a process may hold the stores of hundreds of sites
         return examples
+
+    def _select_split(self, split: str) -> Cohort:
+        """Return all examples of a split with the classes that each may have."""
+        examples = self.cohort[self.cohort.obs["split"] == split]
+        return replace(examples, allowed=self._find_allowed(examples))
+
+    @property
+    def unscored(self) -> dict[str, int]:
+        """The number of test examples whose tumour type has one diagnosis, which nothing can miss, by tumour type."""
+        examples = self._select_split("test")
+        if self.receives or examples.has_choice.all():
+            return {}
+        return dict(Counter(read_names(examples.obs["tumor_type"][~examples.has_choice]).tolist()))
 
     def _find_allowed(self, examples: Cohort) -> NDArray[np.bool_] | None:
         """Return bool[n, classes], the classes allowed by tumour type; WsiFlError for a label that is not."""
