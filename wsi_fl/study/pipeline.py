@@ -210,8 +210,8 @@ class _ModelSettings(Section):
     private: ModelName = "resnet18"
     """Architecture of the private models, which stay at their site. For patches: `resnet18`, `gn_cnn`, `gn_cnn_small`,
     `lenet5`, `mlp`, `cnn1`, `cnn2`, `vgg11`, or `timm:NAME` for any timm architecture. For features: `linear_head`,
-    `mlp_head`. For mosaics: `deepset`, `deepset_small`, `deepset_max`, `deepset_attention`, `abmil`, `clam_sb`, `transmil`,
-    `mean_head`."""
+    `mlp_head`. For mosaics: `deepset`, `deepset_small`, `deepset_max`, `deepset_attention`, `abmil`, `clam_sb`,
+    `transmil`, `mean_head`."""
     proxy: ModelName = "resnet18"
     """Architecture of the proxies, which are exchanged. The names are those of `model.private`."""
     weights: str = settings_key("", needs={"train.data = patches": "heads on features and bags start at random"})

@@ -16,14 +16,21 @@ from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.study.pipeline import NO_CHOICE, has_choice
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.study.toml import dump_toml, validate_model
+from wsi_fl.study.toml import dump_toml, toml_value, validate_model
 from wsi_fl.system.file_names import drop_companions
 from wsi_fl.system.files import duplicate_marks, write_text
-from wsi_fl.types import SlideRecord, UsageError
+from wsi_fl.types import SlideRecord, UsageError, natural_key
 
 _LAYOUT_PIPELINES = {"tcga": "tcga_subtypes"}
 """Layout → default pipeline; elsewhere that of the paper."""
 _PAPER, _START = "camelyon17", "camelyon17_pretrained"
+_STUDY_SITES = {
+    _PAPER: ("C1", "C2", "C3", "C4"),
+    "camelyon17_small": ("C1", "C2", "C3", "C4"),
+    "tcga_subtypes": ("tcga-pittsburgh", "tcga-indivumed", "tcga-asterand", "tcga-mskcc"),
+}
+"""Pipeline of a published study → its sites, which a larger archive is narrowed to. Which four centres of Camelyon17
+the paper has, it does not say."""
 _BUDGET, _DELTA = 3.0, 1e-5
 """The budget in a new site file of a real hospital, which may change both values before its first run."""
 
@@ -110,8 +117,7 @@ def init_study(
         mosaics = Study(folder).load_pipeline(pipeline).train.data == "mosaics"
         contents = _survey_archive(archive, layout, tables or ArchiveTables(), needs_labels=mosaics)
         sites = {site.name: _render_site_file(site, contents, real) for site in contents.sites}
-        subtypes = "\n" + tomli_w.dumps({"subtypes": contents.subtypes}) if contents.subtypes else ""
-        pipelines = {pipeline: pipelines[pipeline] + subtypes}
+        pipelines = {pipeline: _adapt_pipeline(pipeline, pipelines[pipeline], contents)}
     else:
         sites = {name: _render_settings({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
@@ -126,6 +132,18 @@ def init_study(
     if contents is not None and (contents.subtypes or contents.notes):
         document |= {"subtypes": contents.subtypes, "notes": contents.notes}
     return document
+
+
+def _adapt_pipeline(name: str, text: str, contents: _ArchiveContents) -> str:
+    """Return the text of a shipped pipeline with the sites of its study, if the archive has more, and the subtypes."""
+    study_sites, others = _STUDY_SITES.get(name, ()), {site.name for site in contents.sites}
+    if study_sites and set(study_sites) < others:
+        text = text.replace("\n[", f"\nsites = {toml_value(list(study_sites))}\n\n[", 1)
+        left_out = ", ".join(sorted(others - set(study_sites), key=natural_key))
+        contents.notes.append(
+            f"pipelines/{name}.toml: sites has the four of the published study, without {left_out}; delete it for all"
+        )
+    return text + ("\n" + tomli_w.dumps({"subtypes": contents.subtypes}) if contents.subtypes else "")
 
 
 def _write_study(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str]) -> None:
