@@ -25,7 +25,6 @@ from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 
-PIPELINE = "tcga_subtypes"
 TRIALS = [(method, sigma) for sigma in (1.4, 0.7) for method in ("proxyfl", "fml", "fedavg")]
 """Method and σ, in the order of the table; C is that of the pipeline."""
 
@@ -47,10 +46,11 @@ class Row:
     run: str
 
 
-def train_run(study: Study, method: str, sigma: float, seed: int, overrides: Sequence[str], backend: str) -> list[Row]:
+def train_run(study: Study, trial: tuple[str, float, int], overrides: Sequence[str], backend: str) -> list[Row]:
     """Train and evaluate a run; return its rows. Bytes are the mean of the sites and the server, as in `compare`."""
+    method, sigma, seed = trial
     keys = [f"privacy.sigma={sigma}", f"train.seed={seed}", *overrides]
-    summary = train(study, method=method, pipeline_name=PIPELINE, overrides=keys, backend=backend)
+    summary = train(study, method=method, overrides=keys, backend=backend)
     document, sites = evaluate(study, summary["run"]), summary["sites"]
     n_rounds = max(int(site["rounds"]) for site in sites)
     sent = summary["communication"]["bytes"] / n_rounds / len(sites)
@@ -116,9 +116,9 @@ def main() -> None:
     study, path = Study(arguments.study.resolve()), arguments.study / "tcga.csv"
     finished = {(row.method, row.sigma, row.seed) for row in read_rows(path)}
     for seed in range(0 if arguments.show else arguments.seeds):
-        for method, sigma in TRIALS:
-            if (method, sigma, seed) not in finished:
-                add_rows(path, train_run(study, method, sigma, seed, arguments.overrides, arguments.backend))
+        for trial in [(method, sigma, seed) for method, sigma in TRIALS]:
+            if trial not in finished:
+                add_rows(path, train_run(study, trial, arguments.overrides, arguments.backend))
     print("\n".join(render_table(read_rows(path))))
 
 

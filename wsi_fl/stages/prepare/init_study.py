@@ -24,10 +24,11 @@ from wsi_fl.types import SlideRecord, UsageError, natural_key
 _LAYOUT_PIPELINES = {"tcga": "tcga_subtypes"}
 """Layout → default pipeline; elsewhere that of the paper."""
 _PAPER, _START = "camelyon17", "camelyon17_pretrained"
+_CENTRES = ("C1", "C2", "C3", "C4")
+_INSTITUTIONS = ("tcga-pittsburgh", "tcga-indivumed", "tcga-asterand", "tcga-mskcc")
 _STUDY_SITES = {
-    _PAPER: ("C1", "C2", "C3", "C4"),
-    "camelyon17_small": ("C1", "C2", "C3", "C4"),
-    "tcga_subtypes": ("tcga-pittsburgh", "tcga-indivumed", "tcga-asterand", "tcga-mskcc"),
+    **dict.fromkeys((_PAPER, "camelyon17_small"), _CENTRES),
+    **dict.fromkeys(("tcga_subtypes", "tcga_small"), _INSTITUTIONS),
 }
 """Pipeline of a published study → its sites, which a larger archive is narrowed to. Which four centres of Camelyon17
 the paper has, it does not say."""
