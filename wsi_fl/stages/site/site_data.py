@@ -25,7 +25,7 @@ from wsi_fl.slides.patching.scan_copies import Scan
 from wsi_fl.stages.site.example_kind import counts_patients, find_example_kind
 from wsi_fl.stages.site.holdout_secret import load_holdout_draw
 from wsi_fl.stages.site.slide_files import SlidePixels
-from wsi_fl.stages.site.target_labels import build_task, label_slides, list_classes, name_outputs
+from wsi_fl.stages.site.target_labels import find_task, label_slides, list_classes, name_outputs
 from wsi_fl.stores.bag_store import BagMeta, BagStore
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
@@ -71,7 +71,7 @@ class SiteData:
     def __init__(self, study: Study, site: str, pipeline: Pipeline, store: PatchStore | BagStore) -> None:
         self.study, self.site, self.pipeline, self.store = study, site, pipeline, store
         file, target = study.load_site(site), pipeline.target
-        self.kind, self.task, self.receives = find_example_kind(pipeline), build_task(target), file.is_receiver
+        self.kind, self.task, self.receives = find_example_kind(pipeline), find_task(pipeline), file.is_receiver
         self.labelled: Cohort | None = None
         if target.is_set:
             self.labelled, self._exclusions = label_slides(study, file, target, self._patches.group("slide"))
@@ -214,7 +214,7 @@ class SiteData:
     def _select_split(self, split: str) -> Cohort:
         """Return all examples of a split with the classes that each may have."""
         examples = self.cohort[self.cohort.obs["split"] == split]
-        return replace(examples, allowed=self._find_allowed(examples))
+        return replace(examples, allowed=self._find_allowed(examples), task=self.task)
 
     @property
     def unscored(self) -> dict[str, int]:
