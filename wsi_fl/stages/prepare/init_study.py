@@ -10,7 +10,7 @@ from typing import NotRequired, TypedDict
 
 import tomli_w
 
-from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites
+from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites, list_test_slides
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study, find_shipped_folder
@@ -168,6 +168,10 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, *, needs_
             f"not in the built-in table of source sites: {', '.join(unknown)}; each is a site of its own, named by its "
             "code; the GDC's tissueSourceSite.tsv in the archive, or as --codes FILE, merges them by institution"
         )
+    if layout.startswith("camelyon") and (tests := list_test_slides(archive)):
+        slides = "1 test slide" if len(tests) == 1 else f"{len(tests)} test slides"
+        names = tests[0] if len(tests) == 1 else f"{tests[0]} to {tests[-1]}"
+        notes.append(f"{slides} ({names}) in no site: their labels or centres are not public")
     columns = _parse_columns(tables.columns)
     sources = {site.name: _build_sources(site, columns) for site in archive_sites}
     notes += _describe_copies(layout, sources.values())
