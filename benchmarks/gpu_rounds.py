@@ -52,14 +52,10 @@ def run_wsi_fl(*words: object, cwd: Path) -> None:
 
 
 def write_patches(path: Path, n: int, size_px: int) -> None:
-    """Write n patches of noise with two labels, a fifth more for the test."""
+    """Write n patches of noise with two labels, a twentieth more for the test."""
     rng = np.random.default_rng(0)
-    arrays = {"train": n, "test": max(2, n // 20)}
-    values = {}
-    for split, rows in arrays.items():
-        values[f"x_{split}"] = rng.integers(0, 256, (rows, size_px, size_px, 3), np.uint8)
-        values[f"y_{split}"] = np.arange(rows) % 2
-    np.savez(path, **values)
+    train, test = (rng.integers(0, 256, (rows, size_px, size_px, 3), np.uint8) for rows in (n, max(2, n // 20)))
+    np.savez(path, x_train=train, y_train=np.arange(len(train)) % 2, x_test=test, y_test=np.arange(len(test)) % 2)
 
 
 def read_utilization() -> float | None:

@@ -96,7 +96,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     receivers = _evaluate_receivers(context, released or []) if context.receivers else None
     finishers = [site for site in sites if site.name not in context.sites_lost]
     predicts = bool(receivers and receivers["sites"])
-    unscored = _sum_unscored([context.open_data(site.name).unscored for site in sites])
+    unscored = _sum_unscored([context.open_data(site.name).count_unscored() for site in sites])
     if not predicts and not any(map(len, parts.values())):
         if unscored:
             raise WsiFlError(f"there is nothing to score. {describe_unscored(unscored)}")

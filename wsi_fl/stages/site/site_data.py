@@ -216,9 +216,8 @@ class SiteData:
         examples = self.cohort[self.cohort.obs["split"] == split]
         return replace(examples, allowed=self._find_allowed(examples), task=self.task)
 
-    @property
-    def unscored(self) -> dict[str, int]:
-        """The number of test examples whose tumour type has one diagnosis, which nothing can miss, by tumour type."""
+    def count_unscored(self) -> dict[str, int]:
+        """Return the number of test examples whose tumour type has one diagnosis, which none can miss, by type."""
         examples = self._select_split("test")
         if self.receives or examples.has_choice.all():
             return {}
