@@ -213,6 +213,16 @@ def test_columns_may_have_other_names_and_rows_may_repeat(archive):
     ]
 
 
+def test_other_tumours_of_a_patient_are_no_diagnosis(archive):
+    header = (*HEADER, "diagnoses.classification_of_tumor")
+    cases = {patient: (*case, "primary") for patient, case in CASES.items()}
+    other = ("TCGA-BH-A001", "TCGA-BRCA", "Breast", LOBULAR, "Prior primary")
+    write_clinical(archive / "clinical.tsv", cases, header, [other])
+    assert [r.diagnosis for r in read(archive)[0]][1] == DUCTAL
+    write_clinical(archive / "clinical.tsv", cases, header, [(*other[:4], "not reported")])
+    list_excluded(archive, "TCGA-BH-A001", "contradict", DUCTAL, LOBULAR)
+
+
 def test_the_table_of_types_has_each_project_of_tcga_once():
     everything = (
         "ACC BLCA BRCA CESC CHOL COAD DLBC ESCA GBM HNSC KICH KIRC KIRP LGG LIHC LUAD LUSC MESO OV PAAD PCPG PRAD "

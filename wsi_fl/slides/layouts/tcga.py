@@ -254,8 +254,11 @@ _COLUMN_NAMES = {
     "diagnosis": ("primary_diagnosis", "diagnoses.primary_diagnosis"),
     "tumor_type": ("tumor_type",),
     "project": ("project", "project_id", "project.project_id", "cases.project.project_id"),
+    "classification": ("classification_of_tumor", "diagnoses.classification_of_tumor"),
 }
 """Names of columns by default: of the GDC's tables before and since 2024, and of others."""
+_PRIMARY = {"", "primary", "not reported", "unknown"}
+"""Classifications of the tumour of which slides are; the GDC lists recurrences and earlier tumours too."""
 _NO_TYPES = "name a column of tumour types with --column tumor_type=NAME"
 _PATIENT_CHARS = len("TCGA-BH-A0B3")
 
@@ -295,6 +298,8 @@ class _ClinicalTable:
             self.patients.append(patient)
             if names["diagnosis"] == names["project"]:
                 value["diagnosis"] = _parse_project(value["diagnosis"])
+            elif value["classification"].lower() not in _PRIMARY:
+                value["diagnosis"] = ""
             case_values = value["diagnosis"], value["tumor_type"] or value["project"]
             for values, case_value in zip(self._cases.setdefault(patient, ([], [])), case_values, strict=True):
                 if case_value and case_value not in values:
