@@ -101,7 +101,8 @@ def render_table(rows: Sequence[Row]) -> Iterator[str]:
             continue
         cells = [[getattr(row, key) for row in group] for key in ("internal", "external", "epsilon", "bytes")]
         internal, external = (f"{np.nanmean(values):.3f} ± {np.nanstd(values):.3f}" for values in cells[:2])
-        epsilon, sent = f"{min(cells[2]):.2f} to {max(cells[2]):.2f}", format_size(float(np.mean(cells[3])))
+        epsilon = " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(cells[2]), max(cells[2]))))
+        sent = format_size(float(np.mean(cells[3])))
         yield f"| {METHODS[method].name} | {sigma:g} | {internal} | {external} | {epsilon} | {sent} |"
 
 
