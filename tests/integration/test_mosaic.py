@@ -292,4 +292,4 @@ def test_slides_that_all_lack_a_class_are_refused_in_one_line(settings, tmp_path
     with pytest.raises(WsiFlError, match="its slides have diagnoses") as error:
         make_mosaics(study, site="A", overrides=settings)
     hint = re.search(r"subtypes = (.*)$", str(error.value))[1]
-    assert tomllib.loads(f"subtypes = {hint}") == {"subtypes": {"tumor": ["X"]}}
+    assert tomllib.loads(f"subtypes = {hint}") == {"subtypes": {"tumor": ["X", "OTHER"]}}

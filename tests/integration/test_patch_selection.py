@@ -106,6 +106,9 @@ def test_patches_across_an_outline_are_dropped_or_tumour_by_their_share(drawn):
     assert cells_of(plan, "healthy") == TISSUE - cells_of(plan, "tumor") - left
     eager = plan_slide(crossed, SPEC, PlanParams(min_tumor=0.2))
     assert cells_of(eager, "tumor") == cells_of(plan, "tumor") | left
+    any_share = plan_slide(crossed, SPEC, PlanParams(min_tumor=0.0))
+    assert cells_of(any_share, "tumor") == cells_of(eager, "tumor")
+    assert cells_of(any_share, "healthy") == cells_of(plan, "healthy")
 
 
 def test_patches_on_outlines_without_a_group_are_left_out(drawn):

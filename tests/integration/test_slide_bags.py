@@ -1,10 +1,13 @@
 """Tests of slides as bags of features: models, gradients, methods, restricted classes and predictions."""
 
+import importlib.util
 import json
-import pathlib
 import re
 import shutil
+import sys
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,6 +31,7 @@ from wsi_fl.privacy.dpsgd import _sum_unit_gradients
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.privacy.row_independence import model_origin
 from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.training.run_cost import dry_run
@@ -281,6 +285,44 @@ def test_internal_external_and_tumour_type_scores_follow_from_the_predictions(do
             assert document[which][metric] == pytest.approx({"mean": np.mean(values), "sd": np.std(values)})
 
 
+def test_slides_without_a_choice_of_diagnosis_are_trained_on_and_not_scored(tmp_path, monkeypatch):
+    monkeypatch.setitem(TYPES, "brain", ("GBM",))
+    monkeypatch.setitem(TYPES, "other", ("LGG",))
+    study = make_bag_study(tmp_path / "study")
+    name = trained(study, "fml", OPEN, "train.lr=1e-9", "train.rounds=1")["run"]
+    document = evaluate(study, name)
+    assert document["unscored"] == {"brain": 2, "other": 2}
+    for row in document["sites"]:
+        assert (row["n"], row["own"]["n"], set(row["tumor_types"])) == (4, 2, {"lung"})
+        assert row["accuracy"] < 1  # of random weights
+    assert "which have one diagnosis in this study" in " ".join(str(line) for line in render_evaluation_lines(document))
+    monkeypatch.setitem(TYPES, "lung", ("LUAD",))
+    monkeypatch.setitem(TYPES, "more", ("LUSC",))
+    study = make_bag_study(tmp_path / "none")
+    name = trained(study, "regular", OPEN, "train.rounds=1")["run"]
+    refused(lambda: evaluate(study, name), "nothing to score. Not scored: 8 slides of", error=WsiFlError)
+
+
+def test_the_table_of_figure_8_has_what_its_runs_measured(bags):
+    spec = importlib.util.spec_from_file_location("tcga_study", Path(__file__).parents[2] / "studies" / "tcga.py")
+    study = importlib.util.module_from_spec(spec)
+    with patch.dict(sys.modules, {"tcga_study": study}):
+        spec.loader.exec_module(study)
+        rows, table = [], bags.root / "tcga.csv"
+        for method in ("proxyfl", "fedavg"):
+            models = ["model.private=deepset", "model.proxy=deepset_small", "train.rounds=1"]
+            rows += study.train_run(bags, (method, 0.7, 0), models, "local")
+            study.add_rows(table, rows[-2:])
+    sizes = [sum(p.numel() for p in model_of(name).parameters()) * 4 for name in ("deepset_small", "deepset")]
+    assert [row.bytes for row in rows[::2]] == pytest.approx(sizes, rel=0.05)
+    document = json.loads((bags.root / rows[-1].run / "evaluation.json").read_text())
+    assert [row.internal for row in rows[2:]] == [row["own"]["accuracy"] for row in document["sites"]]
+    assert [row.external for row in rows[2:]] == [row["external"]["accuracy"] for row in document["sites"]]
+    assert study.read_rows(table) == rows
+    lines = [*study.render_table(rows)]
+    assert len(lines) == 4 and lines[2].startswith("| ProxyFL | 0.7 |") and "| FedAvg | 0.7 |" in lines[3]
+
+
 @pytest.mark.slow
 def test_a_diagnosis_of_a_single_site_is_trained_and_evaluated(tmp_path):
     study = make_bag_study(tmp_path / "study", only=3)
@@ -340,7 +382,7 @@ def test_predict_takes_slide_names_with_another_tumour_type_and_reports_unknown_
     refused(lambda: predict(study, name, **liver), "unknown tumour type 'liver'; known: ", "lung, brain")
     copy = Study(shutil.copytree(study.root, tmp_path / "copy"))
     write_mosaic(copy, "S1", encoder="kimianet fff")
-    known = {"site": "S1", "slides": [pathlib.Path("S1_slide_0")]}
+    known = {"site": "S1", "slides": [Path("S1_slide_0")]}
     refused(lambda: predict(copy, name, **known), "are of kimianet fff now", "densenet121 abc")
     shutil.rmtree(copy.root / "stores")
     document = predict(copy, name, **known)

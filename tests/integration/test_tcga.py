@@ -14,7 +14,7 @@ from test_archive_layouts import generic
 
 from wsi_fl.demo.simulated_slides import write_pyramid
 from wsi_fl.slides.layouts import Sources, detect_layout, list_site, list_sites, read_site
-from wsi_fl.slides.layouts.tcga import name_site, parse_barcode
+from wsi_fl.slides.layouts.tcga import _TYPE_OF_PROJECT, name_site, parse_barcode
 from wsi_fl.stages.prepare.init_study import ArchiveTables, init_study
 from wsi_fl.stages.prepare.slide_lists import resolve_sources
 from wsi_fl.stages.prepare.tile import tile_slides
@@ -190,13 +190,59 @@ def test_columns_may_have_other_names_and_rows_may_repeat(archive):
     columns = {"patient": "who", "diagnosis": "what"}
     records, _ = read(archive, columns=columns | {"tumor_type": "organ"})
     assert [record.tumor_type for record in records] == ["Lung", "Breast", "Breast"]
-    records, _ = read(archive, columns=columns)  # then the project has to do
-    assert [record.tumor_type for record in records] == ["TCGA-LUSC", "TCGA-BRCA", "TCGA-BRCA"]
-    header = ("case_submitter_id", "project_id", "age", "primary_diagnosis")  # the GDC's own
-    again = [("TCGA-BH-A001", "TCGA-BRCA", "70", "'--")]
-    write_clinical(archive / "clinical.tsv", header=header, extra=again)
-    records, aside = read(archive)
-    assert aside == [] and records[1].diagnosis == DUCTAL and records[1].tumor_type == "TCGA-BRCA"
+    records, _ = read(archive, columns=columns)  # then the project tells the type
+    assert [(r.diagnosis, r.tumor_type) for r in records[:2]] == [
+        ("Squamous cell carcinoma, NOS", "pulmonary"),
+        (DUCTAL, "breast"),
+    ]
+    again = [("TCGA-BH-A001", "TCGA-BRCA", "70", LOBULAR)]  # of another treatment or tumour
+    for header in (
+        ("case_submitter_id", "project_id", "age", "primary_diagnosis"),
+        ("cases.submitter_id", "project.project_id", "demographic.age_at_index", "diagnoses.primary_diagnosis"),
+        ("cases.submitter_id", "cases.project.project_id", "demographic.age_at_index", "diagnoses.primary_diagnosis"),
+    ):
+        write_clinical(archive / "clinical.tsv", header=header, extra=again)
+        records, aside = read(archive)
+        assert aside == []
+        assert [(r.diagnosis, r.tumor_type) for r in records] == [("LUSC", "pulmonary"), *[("BRCA", "breast")] * 2]
+    records, _ = read(archive, "tcga-indivumed", columns={"tumor_type": "cases.project.project_id"})
+    assert (records[0].diagnosis, records[0].tumor_type) == (ADENO.replace('"', "'"), "TCGA-LUAD")
+    write_clinical(archive / "clinical.tsv", CASES | {"TCGA-34-2600": ("CPTAC-3", "", "")}, header)
+    assert [one.reason.split(";")[0] for one in read(archive)[1]] == [
+        "patient TCGA-34-2600: project 'CPTAC-3' has no tumour type"
+    ]
+
+
+def test_other_tumours_of_a_patient_are_no_diagnosis(archive):
+    header = (*HEADER, "diagnoses.classification_of_tumor")
+    cases = {patient: (*case, "primary") for patient, case in CASES.items()}
+    other = ("TCGA-BH-A001", "TCGA-BRCA", "Breast", LOBULAR, "Prior primary")
+    write_clinical(archive / "clinical.tsv", cases, header, [other])
+    assert [r.diagnosis for r in read(archive)[0]][1] == DUCTAL
+    write_clinical(archive / "clinical.tsv", cases, header, [(*other[:4], "not reported")])
+    list_excluded(archive, "TCGA-BH-A001", "contradict", DUCTAL, LOBULAR)
+
+
+def test_the_table_of_types_has_each_project_of_tcga_once():
+    everything = (
+        "ACC BLCA BRCA CESC CHOL COAD DLBC ESCA GBM HNSC KICH KIRC KIRP LGG LIHC LUAD LUSC MESO OV PAAD PCPG PRAD "
+        "READ SARC SKCM STAD TGCT THCA THYM UCEC UCS UVM"
+    )
+    assert sorted(_TYPE_OF_PROJECT) == everything.split()
+    assert len(_TYPE_OF_PROJECT) == 32 and len(set(_TYPE_OF_PROJECT.values())) == 13
+
+
+def test_an_archive_without_a_choice_of_diagnosis_is_refused(archive, tmp_path):
+    header = ("case_submitter_id", "project_id", "age", "primary_diagnosis")
+    write_clinical(archive / "clinical.tsv", header=header)
+    document = init_study(tmp_path / "study", archive=archive)
+    assert document["subtypes"]["pulmonary"] == ["LUAD", "LUSC"] and document["subtypes"]["breast"] == ["BRCA"]
+    assert document["notes"][-1].startswith("4 of 8 slides are trained on and not scored: one diagnosis for breast (")
+    only = {patient: case for patient, case in CASES.items() if case[0] in {"TCGA-BRCA", "TCGA-LUAD"}}
+    write_clinical(archive / "clinical.tsv", only, header)
+    words = "no tumour type has two diagnoses", "breast: BRCA; pulmonary: LUAD", "--column tumor_type=NAME"
+    refused(lambda: init_study(tmp_path / "other", archive=archive), *words)
+    refused(lambda: Study(tmp_path / "study").load_pipeline("tcga_subtypes", ['subtypes={lung=["LUAD"]}']), words[0])
 
 
 def test_rows_that_contradict_each_other_are_refused(archive, tmp_path):
@@ -325,7 +371,7 @@ def paint(path: Path, seed: int) -> None:
 
 def test_init_creates_a_study_with_readable_slides(tmp_path, wsi_fl):
     archive = tmp_path / "TCGA"
-    for number, patient in enumerate(("TCGA-BH-A001", "TCGA-34-2600", "TCGA-A8-A003")):
+    for number, patient in enumerate(("TCGA-BH-A001", "TCGA-BH-A002", "TCGA-A8-A003")):
         paint(archive / f"id-{number}" / slide_name(patient, number=number), number)
     write_manifest(archive, slide_name("TCGA-BH-A009"))
     clinical = write_clinical(tmp_path / "cases.tsv", header=(*HEADER[:3], "what"))
@@ -336,7 +382,7 @@ def test_init_creates_a_study_with_readable_slides(tmp_path, wsi_fl):
     document = json.loads(done.stdout)
     slides = {row["site"]: row["slides"] for row in document["sites"]}
     assert slides == {"tcga-indivumed": 1, "tcga-pittsburgh": 2}
-    assert document["subtypes"]["Breast"] == [DUCTAL]
+    assert document["subtypes"] == {"Breast": [DUCTAL, LOBULAR]}
     overrides = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
     (row,) = tile_slides(Study(tmp_path / "study"), site="tcga-pittsburgh", overrides=overrides)["sites"]
     assert row["patches"] > 0

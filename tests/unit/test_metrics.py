@@ -4,11 +4,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from conftest import slow_intervals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import beta, binomtest, rankdata
-from sklearn.metrics import balanced_accuracy_score, brier_score_loss
+from sklearn.metrics import balanced_accuracy_score, brier_score_loss, roc_auc_score
 
 from wsi_fl.data.metrics import (
     aggregate_slides,
@@ -19,7 +20,7 @@ from wsi_fl.data.metrics import (
     mean_and_sd,
 )
 from wsi_fl.data.prediction_table import score_voting_rules
-from wsi_fl.data.tasks import CLASSES, score_intervals, score_predictions
+from wsi_fl.data.tasks import CLASSES, POSSIBLE_CLASSES, score_intervals, score_predictions
 from wsi_fl.slides.pictures.heatmap import PatchPredictions
 
 
@@ -64,6 +65,25 @@ def test_undefined_metrics_are_none():
     assert one_class["auroc"] is None and one_class["accuracy"] == 1
     assert mean_and_sd([]) == mean_and_sd([0.5, None]) == {"mean": None, "sd": None}
     assert mean_and_sd([0.2, 0.4]) == {"mean": pytest.approx(0.3), "sd": pytest.approx(0.1)}
+
+
+def test_classes_that_an_example_cannot_have_do_not_help_its_auroc():
+    rng = np.random.default_rng(3)
+    types = np.array([[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]], bool)  # the last has no choice
+    possible = types[rng.integers(0, 3, 400)]
+    logits = torch.from_numpy(rng.normal(size=(400, 5))).masked_fill(torch.from_numpy(~possible), -torch.inf)
+    logits[0, np.flatnonzero(possible[0])[0]] += 5000  # a probability below the smallest number is not impossible
+    labels = np.array([rng.choice(np.flatnonzero(row)) for row in possible])
+    p = POSSIBLE_CLASSES.predict(logits).numpy()
+    np.testing.assert_allclose(p, CLASSES.predict(logits).numpy(), atol=1e-30)
+    assert ((p > 0) == possible).all()
+    expected = [roc_auc_score(labels[may] == c, p[may, c]) for c, may in enumerate(possible.T[:4])]
+    found = score_predictions(p, labels, POSSIBLE_CLASSES)
+    assert found["auroc"] == pytest.approx(np.mean(expected)) and abs(found["auroc"] - 0.5) < 0.15
+    plain = score_predictions(p, labels)
+    assert plain["auroc"] > 0.8 and plain["accuracy"] == found["accuracy"], "random answers, told apart by type"
+    everything = POSSIBLE_CLASSES.predict(torch.from_numpy(rng.normal(size=(400, 5)))).numpy()
+    assert score_predictions(everything, labels, POSSIBLE_CLASSES) == score_predictions(everything, labels)
 
 
 def noisy_case(*, by_patient):

@@ -108,6 +108,31 @@ def test_sample_is_capped_per_slide_then_balanced(rows, balance, cap, seed):
         assert keep.sum() == min(present, default=0) * len(present)
 
 
+def test_the_limit_of_a_site_keeps_balance_and_is_spread_over_patients_and_their_slides():
+    rng, sizes = np.random.default_rng(1), (900, 40, 40, 7, 300, 3)
+    patients, names = ["a", "a", "a", "b", "c", "d"], [f"s{k}" for k in range(6)]
+    slide = np.repeat(np.arange(6), sizes)
+    label = rng.integers(0, 2, len(slide))
+
+    def sample(limit, *, balance=True):
+        settings = {"max_per_slide": None, "seed": 5, "max_per_site": limit, "patients": patients}
+        return sample_rows(label, slide, names, balance=balance, **settings)
+
+    keep = sample(140)
+    assert [int((keep & (label == c)).sum()) for c in (0, 1)] == [70, 70]
+    for c in (0, 1):
+        kept, there = (
+            [int((rows & (slide == k)).sum()) for k in range(6)] for rows in (keep & (label == c), label == c)
+        )
+        assert kept[3] == there[3] and kept[5] == there[5], "those of small patients are all taken"
+        assert max(kept[:3]) - min(kept[:3]) <= 1, "the slides of a patient give equally many"
+        assert abs(sum(kept[:3]) - kept[4]) <= 1, "the patients too"
+    assert int(sample(100, balance=False).sum()) == 100 and sample(10**6, balance=False).all()
+    unlimited = sample_rows(label, slide, names, balance=True, max_per_slide=None, seed=5)
+    np.testing.assert_array_equal(sample(10**6), unlimited)
+    assert int(sample(1).sum()) == 2, "one of each label at least"
+
+
 def sample_each_slide(labels: dict[str, np.ndarray], **settings) -> dict[str, np.ndarray]:
     """Return the sampled rows of each slide, given the labels of its patches."""
     names = list(labels)

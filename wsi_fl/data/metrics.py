@@ -37,18 +37,23 @@ class RankedScores:
     Args:
         positive: bool[n, q], whether an example is positive for each target.
         scores: float64[n, q], higher for more probable positives.
+        negative: bool[n, q], what positives are compared with; by default all others.
     """
 
-    def __init__(self, positive: NDArray[np.bool_], scores: Probabilities) -> None:
+    def __init__(
+        self, positive: NDArray[np.bool_], scores: Probabilities, negative: NDArray[np.bool_] | None = None
+    ) -> None:
+        negative = ~positive if negative is None else negative
         # arrays of all targets lie one after the other, so that one call looks up all weights
         n_above = positive.sum(0)
         self._target_of_positive = np.repeat(np.arange(len(n_above)), n_above)
         self._targets, self._target_starts = np.unique(self._target_of_positive, return_index=True)
-        self._negative_starts = np.concatenate([[0], np.cumsum(len(positive) - n_above)])
+        self._negative_starts = np.concatenate([[0], np.cumsum(negative.sum(0))])
         above, below, positions = [], [], []
-        for is_positive, score, first in zip(positive.T, scores.T, self._negative_starts[:-1], strict=True):
+        columns = zip(positive.T, negative.T, scores.T, self._negative_starts[:-1], strict=True)
+        for is_positive, is_negative, score, first in columns:
             positive_rows, negative_rows = (
-                rows[np.argsort(score[rows])] for rows in (np.flatnonzero(is_positive), np.flatnonzero(~is_positive))
+                rows[np.argsort(score[rows])] for rows in (np.flatnonzero(is_positive), np.flatnonzero(is_negative))
             )
             above.append(positive_rows)
             below.append(negative_rows)
@@ -88,7 +93,9 @@ class RankedScores:
         return sums
 
 
-def build_class_measure(correct: NDArray[np.bool_], score: Probabilities, labels: Labels) -> Measure:
+def build_class_measure(
+    correct: NDArray[np.bool_], score: Probabilities, labels: Labels, possible: NDArray[np.bool_] | None = None
+) -> Measure:
     """Return a function of weights for accuracy, macro-accuracy and AUROC; scores are sorted once, here.
 
     Macro-accuracy is the mean over the classes that occur (ProxyFL, appendix B.1). So is the AUROC of more than two
@@ -98,12 +105,19 @@ def build_class_measure(correct: NDArray[np.bool_], score: Probabilities, labels
     Args:
         correct: bool[n], whether each prediction is correct.
         score: float64[n, classes], higher for more probable classes.
+        possible: bool[n, classes], the classes that each example may have. The AUROC of a class is then that among the
+            examples that may have it, and classes without a pair among them do not count. None for all.
     """
     if not len(labels):
         return lambda weights: {name: np.full(len(weights), np.nan) for name in SCORES}
     classes = np.unique(labels)
     against_rest = np.ones(1, int) if score.shape[1] == 2 else classes
-    ranked = RankedScores(labels[:, None] == against_rest, score[:, against_rest])
+    negative = labels[:, None] != against_rest
+    if possible is not None:
+        negative &= possible[:, against_rest]
+        if (has_pair := negative.any(0)).any():
+            against_rest, negative = against_rest[has_pair], negative[:, has_pair]
+    ranked = RankedScores(labels[:, None] == against_rest, score[:, against_rest], negative)
     member = (labels[:, None] == classes).astype(np.float64)
     columns = np.hstack([member, member * correct[:, None]])
 

@@ -184,15 +184,22 @@ def _decide_classes(
 
 
 def score_voting_rules(
-    site_probabilities: Sequence[Probabilities], labels: Labels, weights: Sequence[float]
+    site_probabilities: Sequence[Probabilities],
+    labels: Labels,
+    weights: Sequence[float],
+    possible: NDArray[np.bool_] | None = None,
 ) -> dict[str, dict[str, float | None]]:
-    """Return by rule: n, accuracy, macro-accuracy, AUROC of shares or means, n rejected, all counted as errors."""
+    """Return by rule: n, accuracy, macro-accuracy, AUROC of shares or means, n rejected, all counted as errors.
+
+    Args:
+        possible: bool[n, classes], the classes that each example may have; None for all.
+    """
     scores = {}
     for rule in _VOTING_RULES:
         decision, score = _decide_classes(site_probabilities, rule, weights)
         scores[rule] = {
             "n": len(labels),
-            **score_unweighted(build_class_measure(decision == labels, score, labels), len(labels)),
+            **score_unweighted(build_class_measure(decision == labels, score, labels, possible), len(labels)),
             "rejected": int((decision == _REJECTED_CLASS).sum()),
         }
     return scores

@@ -271,7 +271,20 @@ class SurvivalTask(Task):
         return compute_scores
 
 
-CLASSES = _ClassesTask()
+class _PossibleClassesTask(_ClassesTask):
+    """Classification of examples that may have some of the classes only, which are those of positive probability."""
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return probabilities, 0 where an output is −∞ alone."""
+        probabilities = outputs.softmax(dim=1)
+        smallest = probabilities.new_tensor(np.finfo(np.float32).tiny)
+        return probabilities.where(outputs.isneginf(), probabilities.maximum(smallest))
+
+    def build_measure(self, predictions: PredictionArray, truth: Truth) -> Measure:
+        return build_class_measure(choose_classes(predictions) == truth, predictions, truth, predictions > 0)
+
+
+CLASSES, POSSIBLE_CLASSES = _ClassesTask(), _PossibleClassesTask()
 
 
 def target_columns(task: Task, truth: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from wsi_fl.models.cnn import build_perceptron
 
 _HIDDEN_UNITS, _ATTENTION_UNITS = 256, 128  # units of φ and ρ, and of the attention
+_SMALL_HIDDEN_UNITS = 64  # a fifth of the parameters on 1024 features
 _TOKEN_UNITS, _N_HEADS, _N_LANDMARKS = 128, 4, 1024
 """Units of a token of TransMIL, heads of its attention, and maximum number of patches with exact attention."""
 
@@ -232,6 +233,7 @@ VECTOR_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {"linear_head": bu
 
 BAG_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {
     "deepset": build_deepset,
+    "deepset_small": partial(build_deepset, hidden=_SMALL_HIDDEN_UNITS),
     "deepset_max": partial(build_deepset, pool=_max_pool),
     "deepset_attention": _deepset_attention,
     "abmil": partial(_build_gated, hidden=_HIDDEN_UNITS, attending=_ATTENTION_UNITS),
@@ -241,6 +243,7 @@ BAG_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {
 }
 """(n_classes, n_features) → a model of bags.
 
+`deepset_small` is a proxy for private models of `deepset`, lighter to send (ProxyFL's patent, FIG. 8D, without sizes).
 `abmil` is gated attention (Ilse, Tomczak and Welling, ICML 2018, eq. 9) on a projection to 256 units. `clam_sb` is the
 single attention branch of CLAM (Lu et al., Nature Biomedical Engineering 2021), `small` in the paper's code, without
 the clustering loss on the patches of highest and lowest attention, since here every model has a single loss on its

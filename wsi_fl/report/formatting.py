@@ -122,6 +122,20 @@ def describe_receivers(evaluation: Mapping[str, Any]) -> list[str]:
     return [*sentences, expect]
 
 
+def describe_unscored(unscored: Mapping[str, int]) -> str:
+    """Return a sentence on test slides whose tumour type has one diagnosis, by tumour type; "" without any.
+
+    >>> describe_unscored({"breast": 7, "mesenchymal": 2})
+    'Not scored: 9 slides of breast, mesenchymal, which have one diagnosis in this study, so nothing is to choose.'
+    """
+    if not unscored:
+        return ""
+    slides = "1 slide" if (n := sum(unscored.values())) == 1 else f"{n} slides"
+    have = "have" if len(unscored) > 1 else "has"
+    names = ", ".join(unscored)
+    return f"Not scored: {slides} of {names}, which {have} one diagnosis in this study, so nothing is to choose."
+
+
 def score_in_sentence(score: str) -> str:
     """Return the name of a score within a sentence.
 

@@ -66,6 +66,7 @@ def render_run_page(page: Page, run_context: Any = None) -> str:
         "between": cross_site_section.build_cross_site_section(page.between),
         "data": _summarize_data(page),
         "slidewise": page.examples != "patches",
+        "unscored": formatting.describe_unscored((page.evaluation or {}).get("unscored", {})),
         "tumor_types": _summarize_tumor_types(evaluated),
         "traffic": run_sections.sum_traffic(page),
         "patches": _encode_pictures(page.patches, page.classes, _PATCHES_SHOWN // (2 if many else 1)),

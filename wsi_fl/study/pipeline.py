@@ -6,7 +6,7 @@ docs/reference/configuration.md and in `wsi-fl config`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cache
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -213,8 +213,8 @@ class _ModelSettings(Section):
     """Architecture of the private models, which stay at their site. For patches: `resnet18`, `gn_cnn`, `gn_cnn_small`,
     `lenet5`, `mlp`, `cnn1`, `cnn2`, `vgg11`, `timm:NAME` for any timm architecture, or `monai:NAME` for a network of
     MONAI that classifies images, such as `resnet18`, `DenseNet121` or `efficientnet-b0`. For features: `linear_head`,
-    `mlp_head`. For mosaics: `deepset`, `deepset_max`, `deepset_attention`, `abmil`, `clam_sb`, `transmil`,
-    `mean_head`."""
+    `mlp_head`. For mosaics: `deepset`, `deepset_small`, `deepset_max`, `deepset_attention`, `abmil`, `clam_sb`,
+    `transmil`, `mean_head`."""
     proxy: ModelName = "resnet18"
     """Architecture of the proxies, which are exchanged. The names are those of `model.private`."""
     weights: str = settings_key("", needs={"train.data = patches": "heads on features and bags start at random"})
@@ -359,6 +359,14 @@ class _PredictSettings(Section):
     model on validation rows."""
 
 
+NO_CHOICE = "no tumour type has two diagnoses, so nothing is to choose"
+
+
+def has_choice(subtypes: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether a tumour type has several diagnoses."""
+    return any(len(set(diagnoses)) > 1 for diagnoses in subtypes.values())
+
+
 class Pipeline(Section):
     """The settings of a study."""
 
@@ -370,7 +378,7 @@ class Pipeline(Section):
     store: StoreSettings = StoreSettings()
     subtypes: dict[TableText, list[TableText]] = Field({})
     """Possible diagnoses of each tumour type, for studies of whole slides. With it the classes are diagnoses, without
-    it healthy and tumour."""
+    it healthy and tumour. Slides whose tumour type has one diagnosis are trained on and not scored."""
     mosaic: MosaicSettings = MosaicSettings()
     features: FeatureSettings = FeatureSettings()
     train: TrainSettings = TrainSettings()
@@ -385,6 +393,13 @@ class Pipeline(Section):
     predict: _PredictSettings = _PredictSettings()
 
     _sites_once = field_validator("sites")(refuse_duplicates)
+
+    @field_validator("subtypes")
+    @classmethod
+    def _require_choice(cls, subtypes: dict[str, list[str]]) -> dict[str, list[str]]:
+        if subtypes and not has_choice(subtypes):
+            raise ValueError(NO_CHOICE)
+        return subtypes
 
     @model_validator(mode="before")
     @classmethod

@@ -38,6 +38,9 @@ class TileSettings(Section):
     overlap."""
     min_tissue: float = Field(0.2, ge=0, le=1)
     """Smallest share of tissue in a patch that is kept."""
+    min_tumor: float = Field(0.5, ge=0, le=1)
+    """Smallest share of a patch inside the outlines of tumour with which it is tumour; with 0 any share above 0.
+    Patches with less are dropped, since they are not healthy either."""
     groups: dict[str, Literal["tumor", "hole", "unsure", "ignored"]] = Field({})
     """Meaning of annotation groups, such as {DCIS = "tumor", stroma = "ignored"}: tumour, holes in it, uncertain
     regions, or regions to ignore. The names of Camelyon, ASAP and QuPath are built in."""
@@ -46,6 +49,10 @@ class TileSettings(Section):
     privacy guarantee that must cover tiling needs `false`."""
     max_per_slide: int | None = Field(None, ge=1, le=1_000_000_000)
     """Largest number of patches of one slide, drawn at random. By default there is no limit."""
+    max_per_site: int = Field(0, ge=0, le=1_000_000_000)
+    """Largest number of patches of a site, for training and test together, drawn at random as equally as possible from
+    each patient and each slide of a patient; 0 is no limit. The choice depends on all of the site's slides, as with
+    `balance`."""
     qc: dict[_Artifact, Annotated[float, Field(ge=0, le=1)]] = Field({})
     """Artifacts for which patches are excluded, with the largest share of a patch that each may cover: marker ink
     (pen), regions that were not scanned (black), and blur. A list, ["pen", "blur"], takes the default shares: 0.05 of

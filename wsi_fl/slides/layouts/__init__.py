@@ -13,6 +13,7 @@ from wsi_fl.slides.layouts.camelyon import (
     C17_SLIDE,
     describe_camelyon16,
     describe_camelyon17,
+    list_test_slides,
     read_camelyon16,
     read_camelyon17,
 )
@@ -21,7 +22,16 @@ from wsi_fl.slides.layouts.generic import describe_generic, read_generic
 from wsi_fl.slides.layouts.tcga import GROUPINGS, describe_tcga, list_slides, read_tcga
 from wsi_fl.types import ExcludedSlide, SlideRecord, UsageError
 
-__all__ = ["LAYOUTS", "ArchiveSite", "Sources", "detect_layout", "list_site", "list_sites", "read_site"]
+__all__ = [
+    "LAYOUTS",
+    "ArchiveSite",
+    "Sources",
+    "detect_layout",
+    "list_site",
+    "list_sites",
+    "list_test_slides",
+    "read_site",
+]
 
 
 def detect_layout(archive: Path) -> str:

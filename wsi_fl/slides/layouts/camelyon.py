@@ -28,6 +28,7 @@ C17_SLIDE = re.compile(r"patient_(\d{3})_node_(\d)", re.IGNORECASE)
 _C17_FOLDER = re.compile(r"cent(?:er|re)_(\d)", re.IGNORECASE)
 _C17_PER_CENTRE, _C17_TRAINING_PATIENTS = 20, 100
 C16_SLIDE = re.compile(r"(normal|tumor)_(\d{3})", re.IGNORECASE)
+_C16_TEST_SLIDE = re.compile(r"test_\d{3}", re.IGNORECASE)
 _C16_RADBOUD = {"normal": 100, "tumor": 70}
 
 
@@ -35,7 +36,9 @@ def describe_camelyon17(archive: Path) -> list[ArchiveSite]:
     annotations = _find_first(
         archive, ("annotations", "lesion_annotations", "training/lesion_annotations"), Path.is_dir
     )
-    stages = _find_first(archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv"), Path.is_file)
+    stages = _find_first(
+        archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv", "training/stages.csv"), Path.is_file
+    )
     pairs = []
     for path in list_tiffs(archive):
         match = C17_SLIDE.match(path.name)
@@ -73,6 +76,17 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedS
     slide_names = {slide_of(path) for path in files}
     sources.report_rows(sources.labels, rows, sum(stem_of(row["patient"]) in slide_names for row in rows))
     return apply_splits(map(read_slide, files), sources)
+
+
+def list_test_slides(archive: Path) -> list[str]:
+    """Return the names of test slides of a challenge, which are in no site: labels or centres are not public."""
+    slides = [slide_of(path) for path in list_tiffs(archive) if "mask" not in path.name]
+    return sorted(
+        slide
+        for slide in slides
+        if _C16_TEST_SLIDE.fullmatch(slide)
+        or ((match := C17_SLIDE.fullmatch(slide)) and int(match[1]) >= _C17_TRAINING_PATIENTS)
+    )
 
 
 def describe_camelyon16(archive: Path) -> list[ArchiveSite]:

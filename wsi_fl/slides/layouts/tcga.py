@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import re
+import tomllib
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -93,6 +94,14 @@ def _read_manifests(sources: Sources) -> dict[str, str]:
     return expected
 
 
+_TYPE_OF_PROJECT = {
+    project: tumor_type
+    for tumor_type, projects in tomllib.loads(
+        Path(__file__).with_name("tcga_types.toml").read_text(encoding="utf-8")
+    ).items()
+    for project in projects
+}
+"""Project without `TCGA-` → its tumour type."""
 _SUFFIXES = (".svs", ".tif", ".tiff")
 GROUPINGS = ("institution", "tss")
 _DIAGNOSTIC = ("DX",)
@@ -244,15 +253,26 @@ _COLUMN_NAMES = {
     "patient": ("bcr_patient_barcode", "case_submitter_id", "cases.submitter_id"),
     "diagnosis": ("primary_diagnosis", "diagnoses.primary_diagnosis"),
     "tumor_type": ("tumor_type",),
-    "project": ("project", "project_id", "project.project_id"),
+    "project": ("project", "project_id", "project.project_id", "cases.project.project_id"),
+    "classification": ("classification_of_tumor", "diagnoses.classification_of_tumor"),
 }
-"""Names of columns by default."""
-_NEEDED_COLUMNS = ("patient", "diagnosis")
+"""Names of columns by default: of the GDC's tables before and since 2024, and of others."""
+_PRIMARY = {"", "primary", "not reported", "unknown"}
+"""Classifications of the tumour of which slides are; the GDC lists recurrences and earlier tumours too."""
+_NO_TYPES = "name a column of tumour types with --column tumor_type=NAME"
 _PATIENT_CHARS = len("TCGA-BH-A0B3")
+
+
+def _parse_project(text: str) -> str:
+    """Return a project without its programme, such as LUAD of TCGA-LUAD."""
+    return text.upper().removeprefix("TCGA-")
 
 
 class _ClinicalTable:
     """The patients of a clinical table; several rows of a patient must agree.
+
+    The diagnosis is the project and the tumour type that of the project (`_TYPE_OF_PROJECT`), where the table has
+    projects of TCGA and no tumour types. Elsewhere both are columns.
 
     `columns` gives unusual names of columns (patient, diagnosis, tumor_type, project). `patients` holds the patient of
     each of the `rows`.
@@ -262,13 +282,24 @@ class _ClinicalTable:
         self.path, self.rows = path, read_rows(path, columns.values())
         if not self.rows:
             raise UsageError(f"{path}: has no patient")
-        column_names = {key: _find_column(path, key, self.rows[0], columns) for key in _COLUMN_NAMES}
+        names = {key: _find_column(key, self.rows[0], columns) for key in _COLUMN_NAMES}
+        projects = {_parse_project(row.read_value(names["project"])) for row in self.rows}
+        self._by_project = not names["tumor_type"] and not projects.isdisjoint(_TYPE_OF_PROJECT)
+        if self._by_project and "diagnosis" not in columns:
+            names["diagnosis"] = names["project"]
+        for key in ("patient", "diagnosis"):
+            if not names[key]:
+                raise UsageError(_describe_missing(path, key, self.rows[0]))
         self.patients: list[str] = []
         self._cases: dict[str, tuple[list[str], list[str]]] = {}
         for row in self.rows:
-            value = {key: row.read_value(name) for key, name in column_names.items()}
+            value = {key: row.read_value(name) for key, name in names.items()}
             patient = value["patient"].upper()[:_PATIENT_CHARS]
             self.patients.append(patient)
+            if names["diagnosis"] == names["project"]:
+                value["diagnosis"] = _parse_project(value["diagnosis"])
+            elif value["classification"].lower() not in _PRIMARY:
+                value["diagnosis"] = ""
             case_values = value["diagnosis"], value["tumor_type"] or value["project"]
             for values, case_value in zip(self._cases.setdefault(patient, ([], [])), case_values, strict=True):
                 if case_value and case_value not in values:
@@ -278,25 +309,33 @@ class _ClinicalTable:
         """Return (diagnosis, tumour type or "") of a patient; or why the patient's slides have no label."""
         if patient not in self._cases:
             return f"patient {patient} is not in {self.path.name}"
-        diagnoses, tumor_types = self._cases[patient]
+        diagnoses, kinds = self._cases[patient]
         if not diagnoses:
             return f"patient {patient} has no diagnosis in {self.path.name}"
-        for values in (diagnoses, tumor_types):
+        for values in (diagnoses, kinds):
             if len(values) > 1:
                 raise UsageError(
                     f"{self.path.name}: rows of patient {patient} contradict each other "
                     f"({values[0]!r} and {values[1]!r}); keep the right one"
                 )
-        return diagnoses[0], tumor_types[0] if tumor_types else ""
+        kind = kinds[0] if kinds else ""
+        if not self._by_project:
+            return diagnoses[0], kind
+        tumor_type = _TYPE_OF_PROJECT.get(_parse_project(kind))
+        if tumor_type is None:
+            return f"patient {patient}: project {kind!r} has no tumour type; {_NO_TYPES}"
+        return diagnoses[0], tumor_type
 
 
-def _find_column(path: Path, key: str, header: Collection[str], columns: Mapping[str, str]) -> str:
-    """Return the column of a key; "" where an optional one is missing."""
+def _find_column(key: str, header: Collection[str], columns: Mapping[str, str]) -> str:
+    """Return the column of a key; "" where it is missing."""
     names = (columns[key],) if key in columns else _COLUMN_NAMES[key]
-    column = next((name for name in names if name in header), "")
-    if not column and key in _NEEDED_COLUMNS:
-        raise UsageError(
-            f"{path}: column {names[0]!r} is missing; has {', '.join(header)}; "
-            f"name another with --column {key}=NAME, or {key} in the site file's [columns]"
-        )
-    return column
+    return next((name for name in names if name in header), "")
+
+
+def _describe_missing(path: Path, key: str, header: Collection[str]) -> str:
+    """Return the message of a missing column."""
+    return (
+        f"{path}: column {_COLUMN_NAMES[key][0]!r} is missing; has {', '.join(header)}; "
+        f"name another with --column {key}=NAME, or {key} in the site file's [columns]"
+    )

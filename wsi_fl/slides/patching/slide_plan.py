@@ -49,15 +49,15 @@ def _label_patches(
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Return (keep bool[n], label int64[n]).
 
-    With outlines a patch is tumour when at least `min_tumor` of it lies inside, and healthy only when it shares
-    no area with tumour *and* the slide is negative or exhaustively outlined; others are dropped.
+    With outlines a patch is tumour when some of it, and at least `min_tumor`, lies inside, and healthy only when it
+    shares no area with tumour *and* the slide is negative or exhaustively outlined; others are dropped.
     Under weak supervision every patch with tissue takes its slide's label.
     """
     has_tissue = tissue_fraction >= params.min_tissue
     if supervision in {"weak", "negative", "unlabelled"}:
         label = _TUMOR if is_positive and supervision == "weak" else _HEALTHY
         return has_tissue, np.full(len(has_tissue), label, np.int64)
-    is_tumor = tumor_fraction >= params.min_tumor
+    is_tumor = (tumor_fraction > 0) & (tumor_fraction >= params.min_tumor)
     is_healthy = (tumor_fraction == 0) & (supervision == "annotated")
     return has_tissue & (is_tumor | is_healthy), np.where(is_tumor, _TUMOR, _HEALTHY).astype(np.int64)
 

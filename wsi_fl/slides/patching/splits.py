@@ -74,16 +74,22 @@ def sample_rows(
     balance: bool,
     max_per_slide: int | None,
     seed: int,
+    max_per_site: int = 0,
+    patients: Sequence[str] = (),
 ) -> NDArray[np.bool_]:
     """Choose the patches bool[n] to keep: at most `max_per_slide` of each slide, then equally many of each label.
+
+    At most `max_per_site` are kept in all, 0 for no limit: as equally many as there are of each patient, and of each
+    slide of a patient.
 
     Each slide has its own random draw, from the seed and its name. So without `balance` no slide's patches depend on
     another slide, and the guarantee of ε holds from the slides on. Balancing drops patches of the larger labels,
     uniformly over the site: a slide more or less then changes the selection in others, and the guarantee of ε holds
-    from the finished store on, not from the slides. With only one label all are kept.
+    from the finished store on, not from the slides. So does a limit of the site. With only one label all are kept.
 
     Args:
         label, slide: int64[n], the label of each patch, and the index of its slide in `names`.
+        patients: of each slide in `names`; needed with `max_per_site`.
     """
     keep = np.ones(len(label), bool)
     if max_per_slide is not None:
@@ -93,10 +99,40 @@ def sample_rows(
                 seed_text = f"{seed} {names[slide[rows[0]]]}".encode()
                 slide_rng = np.random.default_rng(int.from_bytes(hashlib.sha256(seed_text).digest(), "big"))
                 keep[rows[slide_rng.permutation(len(rows))[max_per_slide:]]] = False
-    counts = {int(c): int((keep & (label == c)).sum()) for c in np.unique(label[keep])}
-    if balance and len(counts) > 1:
-        rng = np.random.default_rng(seed)
-        fewest = min(counts.values())
-        for c in counts:
-            keep[rng.permutation(np.flatnonzero(keep & (label == c)))[fewest:]] = False
+    if not balance and not max_per_site:
+        return keep
+    rng = np.random.default_rng(seed)
+    groups = [keep & (label == c) for c in np.unique(label[keep])] if balance else [keep.copy()]
+    fewest = min((int(group.sum()) for group in groups), default=0)
+    limit = max(1, max_per_site // len(groups)) if max_per_site and groups else fewest
+    for group in groups:
+        rows = rng.permutation(np.flatnonzero(group))
+        if limit < fewest:
+            rows = _order_evenly(rows, slide, np.unique(patients, return_inverse=True)[1])
+        keep[rows[min(limit, fewest) :]] = False
     return keep
+
+
+def _order_evenly(
+    rows: NDArray[np.int64], slide: NDArray[np.int64], patient_of_slide: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return rows int64[m] in an order whose beginnings have as equally many of each patient, and of its slides, as
+    there are; equal ones stay as they are.
+    """
+    for group in (slide, patient_of_slide[slide]):
+        rows = rows[np.argsort(_rank_in_group(group[rows]), kind="stable")]
+    return rows
+
+
+def _rank_in_group(group: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return int64[m], how many of the same group stand before each.
+
+    Example:
+        >>> _rank_in_group(np.array([3, 5, 3, 3, 5])).tolist()
+        [0, 0, 1, 2, 1]
+    """
+    order = np.argsort(group, kind="stable")
+    _, first, size = np.unique(group[order], return_index=True, return_counts=True)
+    rank = np.empty(len(group), np.int64)
+    rank[order] = np.arange(len(group)) - np.repeat(first, size)
+    return rank

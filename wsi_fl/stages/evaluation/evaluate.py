@@ -22,7 +22,7 @@ from wsi_fl.data.prediction_table import PredictionTable, measure_predictions, s
 from wsi_fl.data.tasks import Task, score_predictions
 from wsi_fl.learning.ensemble import ENSEMBLE, LOCAL, MODEL_CHOICES, combine_predictions, roles_of_choice
 from wsi_fl.learning.local_training import predict_examples, predict_with_models, replace_nonfinite
-from wsi_fl.report.formatting import Json
+from wsi_fl.report.formatting import Json, describe_unscored
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.external_set import AggregatedScores, ExternalScores, evaluate_external, score_rules
 from wsi_fl.stages.evaluation.load_models import (
@@ -60,6 +60,7 @@ class Evaluation(TypedDict):
     aggregated: AggregatedScores | None
     external_set: ExternalScores | None
     parts: dict[str, _Spreads] | None
+    unscored: dict[str, int]
     sites: list[Json]
     inference_sites: Json | None
     global_head: list[Json] | None
@@ -95,7 +96,10 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     receivers = _evaluate_receivers(context, released or []) if context.receivers else None
     finishers = [site for site in sites if site.name not in context.sites_lost]
     predicts = bool(receivers and receivers["sites"])
+    unscored = _sum_unscored([context.open_data(site.name).count_unscored() for site in sites])
     if not predicts and not any(map(len, parts.values())):
+        if unscored:
+            raise WsiFlError(f"there is nothing to score. {describe_unscored(unscored)}")
         command = context.kind.tiling_command
         raise WsiFlError(f"no site has test {context.kind.plural}; {command} with slides.test_fraction above 0")
     if not predicts and not finishers:
@@ -126,12 +130,19 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
         "parts": {name: _summarize_sites([row["parts"][name] for row in rows], task) for name in part_names}
         if merged
         else None,
+        "unscored": unscored,
         "sites": rows,
         "inference_sites": receivers,
         "global_head": released,
         "cross_site": context.load_cross_site_scores(),
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
+
+
+def _sum_unscored(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the number of test slides of all sites without a choice of diagnosis, by tumour type."""
+    kinds = sorted({kind for count in counts for kind in count})
+    return {kind: sum(count.get(kind, 0) for count in counts) for kind in kinds}
 
 
 def _summarize_sites(parts: Sequence[Json], task: Task) -> _Spreads:

@@ -10,6 +10,7 @@ from wsi_fl.report.formatting import (
     Json,
     describe_part_classes,
     describe_receivers,
+    describe_unscored,
     format_auroc,
     format_number,
     format_spread,
@@ -30,6 +31,8 @@ def render_evaluation_lines(document: Evaluation) -> Lines:
         # only this table has the macro-accuracy of parts
         if class_note and (document["merged"] is None or document["shared"]):
             yield TextLine(f"  {class_note}")
+    if unscored := describe_unscored(document["unscored"]):
+        yield TextLine(f"  {unscored}", "yellow")
     for sentence in describe_receivers(document):
         yield TextLine(f"  {sentence}")
     if aggregated := document["aggregated"]:

@@ -9,6 +9,7 @@ import torch
 
 from wsi_fl.data.cohort import Cohort, concatenate_examples
 from wsi_fl.data.prediction_table import PredictionTable, score_voting_rules, tabulate_examples
+from wsi_fl.data.tasks import POSSIBLE_CLASSES
 from wsi_fl.stages.evaluation.load_models import load_prediction_models
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.run_context import RunContext
@@ -46,7 +47,9 @@ def score_rules(
         return None
     splits = [context.open_data(site.name).cohort.obs["split"] for site in sites]
     weights = [float((split == "train").sum()) for split in splits]
-    return score_voting_rules([table.model_predictions for table in tables], tables[0].truth, weights)
+    predictions = [table.model_predictions for table in tables]
+    possible = predictions[0] > 0 if tables[0].task is POSSIBLE_CLASSES else None
+    return score_voting_rules(predictions, tables[0].truth, weights, possible)
 
 
 def evaluate_external(context: RunContext, sites: Sequence[SiteFile]) -> ExternalScores | None:
@@ -96,4 +99,4 @@ def _load_external_patches(context: RunContext, name: str, classes: tuple[str, .
     if (other_classes := data.classes) != classes:
         raise UsageError(f"evaluate.external: site {name} has other classes, {', '.join(other_classes)}")
     parts = [data.load_examples(split) for split in SPLITS]
-    return concatenate_examples([part for part in parts if len(part)])
+    return concatenate_examples([part[part.has_choice] for part in parts if part.has_choice.any()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from math import inf
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -93,14 +94,15 @@ def _estimate_site(slides: SlideList, job: RankJob, watcher: Watcher) -> _SiteEs
         needed = estimate_bytes(counts, plans, plans.spec, pipeline.store.pixels)
     # 3. scaled to all slides
     times, patches = n_slides / n_sampled, sum(counts.values())
+    n_patches = min(times * patches, pipeline.tile.max_per_site or inf)
     return {
         "site": name,
         "slides": n_slides,
         "tried": n_sampled,
         "failed": len(failed),
-        "patches": round(times * patches),
-        "bytes": round(times * needed),
-        "seconds": times * (planning + reading * patches / max(n_read, 1)),
+        "patches": round(n_patches),
+        "bytes": round(n_patches * needed / max(patches, 1)),
+        "seconds": times * planning + n_patches * reading / max(n_read, 1),
     }
 
 

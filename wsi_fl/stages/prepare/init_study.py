@@ -10,19 +10,28 @@ from typing import NotRequired, TypedDict
 
 import tomli_w
 
-from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites
+from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites, list_test_slides
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study, find_shipped_folder
+from wsi_fl.study.pipeline import NO_CHOICE, has_choice
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.study.toml import dump_toml, validate_model
+from wsi_fl.study.toml import dump_toml, toml_value, validate_model
 from wsi_fl.system.file_names import drop_companions
 from wsi_fl.system.files import duplicate_marks, write_text
-from wsi_fl.types import SlideRecord, UsageError
+from wsi_fl.types import SlideRecord, UsageError, natural_key
 
 _LAYOUT_PIPELINES = {"tcga": "tcga_subtypes"}
 """Layout → default pipeline; elsewhere that of the paper."""
 _PAPER, _START = "camelyon17", "camelyon17_pretrained"
+_CENTRES = ("C1", "C2", "C3", "C4")
+_INSTITUTIONS = ("tcga-pittsburgh", "tcga-indivumed", "tcga-asterand", "tcga-mskcc")
+_STUDY_SITES = {
+    **dict.fromkeys((_PAPER, "camelyon17_small"), _CENTRES),
+    **dict.fromkeys(("tcga_subtypes", "tcga_small"), _INSTITUTIONS),
+}
+"""Pipeline of a published study → its sites, which a larger archive is narrowed to. Which four centres of Camelyon17
+the paper has, it does not say."""
 _BUDGET, _DELTA = 3.0, 1e-5
 """The budget in a new site file of a real hospital, which may change both values before its first run."""
 
@@ -109,8 +118,7 @@ def init_study(
         mosaics = Study(folder).load_pipeline(pipeline).train.data == "mosaics"
         contents = _survey_archive(archive, layout, tables or ArchiveTables(), needs_labels=mosaics)
         sites = {site.name: _render_site_file(site, contents, real) for site in contents.sites}
-        subtypes = "\n" + tomli_w.dumps({"subtypes": contents.subtypes}) if contents.subtypes else ""
-        pipelines = {pipeline: pipelines[pipeline] + subtypes}
+        pipelines = {pipeline: _adapt_pipeline(pipeline, pipelines[pipeline], contents)}
     else:
         sites = {name: _render_settings({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
@@ -125,6 +133,18 @@ def init_study(
     if contents is not None and (contents.subtypes or contents.notes):
         document |= {"subtypes": contents.subtypes, "notes": contents.notes}
     return document
+
+
+def _adapt_pipeline(name: str, text: str, contents: _ArchiveContents) -> str:
+    """Return the text of a shipped pipeline with the sites of its study, if the archive has more, and the subtypes."""
+    study_sites, others = _STUDY_SITES.get(name, ()), {site.name for site in contents.sites}
+    if study_sites and set(study_sites) < others:
+        text = text.replace("\n[", f"\nsites = {toml_value(list(study_sites))}\n\n[", 1)
+        left_out = ", ".join(sorted(others - set(study_sites), key=natural_key))
+        contents.notes.append(
+            f"pipelines/{name}.toml: sites has the four of the published study, without {left_out}; delete it for all"
+        )
+    return text + ("\n" + tomli_w.dumps({"subtypes": contents.subtypes}) if contents.subtypes else "")
 
 
 def _write_study(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str]) -> None:
@@ -148,6 +168,10 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, *, needs_
             f"not in the built-in table of source sites: {', '.join(unknown)}; each is a site of its own, named by its "
             "code; the GDC's tissueSourceSite.tsv in the archive, or as --codes FILE, merges them by institution"
         )
+    if layout.startswith("camelyon") and (tests := list_test_slides(archive)):
+        slides = "1 test slide" if len(tests) == 1 else f"{len(tests)} test slides"
+        names = tests[0] if len(tests) == 1 else f"{tests[0]} to {tests[-1]}"
+        notes.append(f"{slides} ({names}) in no site: their labels or centres are not public")
     columns = _parse_columns(tables.columns)
     sources = {site.name: _build_sources(site, columns) for site in archive_sites}
     notes += _describe_copies(layout, sources.values())
@@ -169,7 +193,21 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, *, needs_
     # sorted, so that all sites agree on classes
     pairs = sorted({(record.tumor_type, record.diagnosis) for record in records})
     subtypes = {kind: [diagnosis for other, diagnosis in pairs if other == kind] for kind, _ in pairs}
+    if not has_choice(subtypes):
+        kinds = "; ".join(f"{kind or 'tumour type unknown'}: {names[0]}" for kind, names in subtypes.items())
+        raise UsageError(f"{archive}: {NO_CHOICE} ({kinds}); other types are a column: --column tumor_type=NAME")
+    notes += _describe_unscored(records, subtypes)
     return _ArchiveContents(layout, labelled_sites, columns, subtypes, notes)
+
+
+def _describe_unscored(records: Sequence[SlideRecord], subtypes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a line on the slides whose tumour type has one diagnosis; none without such slides."""
+    kinds = [kind for kind, diagnoses in subtypes.items() if len(diagnoses) == 1]
+    n = sum(record.tumor_type in kinds for record in records)
+    if not n:
+        return []
+    names = ", ".join(f"{kind or 'tumour type unknown'} ({subtypes[kind][0]})" for kind in kinds)
+    return [f"{n} of {len(records)} slides are trained on and not scored: one diagnosis for {names}, nothing to choose"]
 
 
 def _build_sources(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:

@@ -182,6 +182,7 @@ def select_labelled(
     if slide and not subtypes and not site.is_receiver:
         kind = slide.tumor_type or "tumor"
         diagnoses = sorted({record.diagnosis for record in records if record.tumor_type == slide.tumor_type} - {""})
+        diagnoses += ["OTHER"] * (len(diagnoses) == 1)
         quoted_names = ", ".join(json.dumps(name, ensure_ascii=False) for name in diagnoses)
         raise UsageError(
             f"site {slide.site}: its slides have diagnoses ({slide.slide}: {slide.diagnosis}); name in the pipeline "

@@ -50,6 +50,7 @@ def build_plan_params(study: Study, pipeline: Pipeline, origin: Origin = None) -
     """Return the pipeline's requirements on patches; outlines and masks are relative to an origin."""
     return PlanParams(
         min_tissue=pipeline.tile.min_tissue,
+        min_tumor=pipeline.tile.min_tumor,
         tissue=build_tissue_params(study, pipeline, origin),
         groups=pipeline.tile.groups,
         origin=origin,
@@ -204,7 +205,13 @@ def plan_slides(numbers: Sequence[int], slides: SlideList, plans: Plans, threads
 
 
 def sample_patches(
-    plans: Plans, numbers: Sequence[int], *, balance: bool, max_per_slide: int | None, seed: int = SEED
+    plans: Plans,
+    numbers: Sequence[int],
+    *,
+    balance: bool,
+    max_per_slide: int | None,
+    max_per_site: int = 0,
+    seed: int = SEED,
 ) -> list[NDArray[np.bool_]]:
     """Return masks of the sampled patches of each slide, the same on every rank.
 
@@ -222,6 +229,8 @@ def sample_patches(
         balance=balance,
         max_per_slide=max_per_slide,
         seed=seed,
+        max_per_site=max_per_site,
+        patients=[plans.records[number].patient for number in numbers] if max_per_site else (),
     )
     return np.split(keep, np.cumsum(sizes)[:-1])
 
@@ -232,5 +241,11 @@ def select_patches(
     """Return (number of a planned slide, mask of its selected patches) of each."""
     numbers = [number for number, outcome in enumerate(outcomes) if outcome.reason is None]
     settings = pipeline.tile
-    keep = sample_patches(plans, numbers, balance=settings.balance, max_per_slide=settings.max_per_slide)
+    keep = sample_patches(
+        plans,
+        numbers,
+        balance=settings.balance,
+        max_per_slide=settings.max_per_slide,
+        max_per_site=settings.max_per_site,
+    )
     return list(zip(numbers, keep, strict=True))

@@ -17,7 +17,7 @@ from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.example_kind import ExampleKind, find_example_kind
 from wsi_fl.stages.site.site_data import SiteData, open_data
 from wsi_fl.stages.site.study_hooks import EarlierRelease, StudyHooks, find_hooks
-from wsi_fl.stages.site.target_labels import build_task
+from wsi_fl.stages.site.target_labels import find_task
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
@@ -164,7 +164,7 @@ class RunContext:
     @property
     def task(self) -> Task:
         """The prediction task."""
-        return build_task(self.pipeline.target)
+        return find_task(self.pipeline)
 
     def reports_scores(self, name: str) -> bool:
         """Return whether a site releases counts of models on its test set, which exist for classes only."""

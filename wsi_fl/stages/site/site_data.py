@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -24,7 +25,7 @@ from wsi_fl.slides.patching.scan_copies import Scan
 from wsi_fl.stages.site.example_kind import counts_patients, find_example_kind
 from wsi_fl.stages.site.holdout_secret import load_holdout_draw
 from wsi_fl.stages.site.slide_files import SlidePixels
-from wsi_fl.stages.site.target_labels import build_task, label_slides, list_classes, name_outputs
+from wsi_fl.stages.site.target_labels import find_task, label_slides, list_classes, name_outputs
 from wsi_fl.stores.bag_store import BagMeta, BagStore
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
@@ -70,7 +71,7 @@ class SiteData:
     def __init__(self, study: Study, site: str, pipeline: Pipeline, store: PatchStore | BagStore) -> None:
         self.study, self.site, self.pipeline, self.store = study, site, pipeline, store
         file, target = study.load_site(site), pipeline.target
-        self.kind, self.task, self.receives = find_example_kind(pipeline), build_task(target), file.is_receiver
+        self.kind, self.task, self.receives = find_example_kind(pipeline), find_task(pipeline), file.is_receiver
         self.labelled: Cohort | None = None
         if target.is_set:
             self.labelled, self._exclusions = label_slides(study, file, target, self._patches.group("slide"))
@@ -201,12 +202,26 @@ class SiteData:
         return _EligibleRows(slides.patient[may_train], positions[labelled.obs["row"].to_numpy()[is_training]])
 
     def load_examples(self, split: str) -> Cohort:
-        """Return the examples of a split, in memory where they fit."""
-        examples = self.cohort[self.cohort.obs["split"] == split]
-        examples = replace(examples, allowed=self._find_allowed(examples)).load_inputs()
+        """Return the examples of a split, in memory where they fit; for measuring only those with a choice of class."""
+        examples = self._select_split(split)
+        if split != "train" and not self.receives:
+            examples = examples[examples.has_choice]
+        examples = examples.load_inputs()
         if isinstance(self.store, PatchStore):
             self.store.close_shards()  # a process may hold the stores of hundreds of sites
         return examples
+
+    def _select_split(self, split: str) -> Cohort:
+        """Return all examples of a split with the classes that each may have."""
+        examples = self.cohort[self.cohort.obs["split"] == split]
+        return replace(examples, allowed=self._find_allowed(examples), task=self.task)
+
+    def count_unscored(self) -> dict[str, int]:
+        """Return the number of test examples whose tumour type has one diagnosis, which none can miss, by type."""
+        examples = self._select_split("test")
+        if self.receives or examples.has_choice.all():
+            return {}
+        return dict(Counter(read_names(examples.obs["tumor_type"][~examples.has_choice]).tolist()))
 
     def _find_allowed(self, examples: Cohort) -> NDArray[np.bool_] | None:
         """Return bool[n, classes], the classes allowed by tumour type; WsiFlError for a label that is not."""

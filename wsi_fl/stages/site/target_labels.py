@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from wsi_fl import types
 from wsi_fl.data.cohort import Cohort, tabulate_truth
 from wsi_fl.data.survival import require_extra
-from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, Task
+from wsi_fl.data.tasks import CLASSES, POSSIBLE_CLASSES, NumberTask, SurvivalTask, Task
 from wsi_fl.slides.layouts.common import TableRow, filter_site, read_rows, suggest_decimal_point
 from wsi_fl.slides.layouts.spreadsheets import PATIENT_NAMES, normalize_columns, parse_cell_number, require_typed_name
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import TargetSettings
+from wsi_fl.study.pipeline import Pipeline, TargetSettings
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.file_names import compose_text, describe_mismatch, is_missing, stem_of
 from wsi_fl.types import UsageError
@@ -58,6 +58,12 @@ def build_task(target: TargetSettings) -> Task:
     if len(set(target.classes)) < len(target.classes) or set(target.classes) & set(target.ignore):
         raise UsageError(f"target.classes = {target.classes}: a value is named twice, or stands in target.ignore too")
     return CLASSES
+
+
+def find_task(pipeline: Pipeline) -> Task:
+    """Return the task of a pipeline: of its target, or the classes of its stores, of which a slide may have some."""
+    has_types = pipeline.train.data == "mosaics" or pipeline.example_level == "slide"
+    return POSSIBLE_CLASSES if has_types and not pipeline.target.is_set else build_task(pipeline.target)
 
 
 def list_classes(subtypes: Subtypes) -> tuple[str, ...]:
