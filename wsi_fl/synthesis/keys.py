@@ -110,7 +110,7 @@ class Ddpm(Section):
 class Mpcpa(Section):
     """The method mpcpa: diffusion models are sent once, and predictions are aggregated."""
 
-    without_effect = ("aggregate", "unchecked", "curve")
+    without_effect = ("aggregate", "unchecked", "curve", "fedavg_rounds")
     aggregate: Literal["mean", "weighted_mean", "absolute", "relative", "weighted"] = "mean"
     """How `evaluate` makes one prediction of all sites': the mean of their probabilities, that mean weighted by
     training rows, or an absolute, relative or weighted majority of votes. It holds for every method."""
@@ -123,6 +123,9 @@ class Mpcpa(Section):
     curve: list[Annotated[int, Field(ge=1, le=10_000_000)]] = Field([], max_length=100)
     """Numbers of generated images, for example [100, 400, 1600], with which `train --baselines` also trains
     classifiers."""
+    fedavg_rounds: int | None = Field(None, ge=1, le=1_000_000)
+    """Number of rounds of FedAvg among the baselines of `train --baselines`; the paper has 200. By default
+    `train.rounds`, which all other classifiers train."""
 
 
 class LpipsKeys(Section):
