@@ -1,13 +1,14 @@
 """MPCPA over several seeds: hospitals that are alike and hospitals that differ, own images against own and generated.
 
-    python benchmarks/mpcpa.py CHEST_XRAY --seeds 0 1 2 --out mpcpa.json
-    python benchmarks/mpcpa.py CHEST_XRAY --show mpcpa.json
+    python studies/mpcpa.py run chest_xray --seeds 0 1 2     # appends to studies/rows/mpcpa.csv, and goes on where it was
+    python studies/mpcpa.py show --page studies/MPCPA.md     # puts the tables of all rows into the page
 
 The test images are the same throughout; every seed divides the others anew among three hospitals, trains other
 denoisers and other classifiers. In `differ` the hospitals have different scanners (contrast, gamma), which also took
-their part of the test images, and learn from other shares of the disease. Differences are paired by seed and test
-image (not by patient, whom such data often do not name); their intervals draw both anew. What a folder holds already
-is not made again. studies/MPCPA.md has the tables.
+their part of the test images, and learn from other shares of the disease. Every row scores the model of its name,
+never what would answer in its place. Differences are paired by seed and test image (not by patient, whom such data
+often do not name); their intervals draw both anew. A setting and seed that the rows have is not made again; what a
+folder holds already is not either.
 """
 
 from __future__ import annotations
