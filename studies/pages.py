@@ -24,14 +24,16 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Append rows to a CSV, all or none: the file is replaced as a whole."""
+def append_rows(path: Path, rows: Sequence[Mapping[str, object]], key: Sequence[str]) -> None:
+    """Append rows to a CSV in place of those with the same key; the file is replaced as a whole, or stays."""
+    keys = {tuple(str(row[name]) for name in key) for row in rows}
+    others = [row for row in read_rows(path) if tuple(row[name] for name in key) not in keys]
     partial = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         table.writeheader()
-        table.writerows([*read_rows(path), *rows])
+        table.writerows([*others, *rows])
     partial.replace(path)
 
 
@@ -47,6 +49,12 @@ def describe_rows(rows: Sequence[Row]) -> str:
     dates, commits = (sorted({row[key] for row in rows}) for key in ("date", "commit"))
     period = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return f"Rows of {period}, commit {', '.join(commits)}."
+
+
+def render_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    rows = (f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *rows])
 
 
 def fill_page(text: str, tables: Mapping[str, str]) -> str:
