@@ -148,10 +148,10 @@ def list_hits(run: Path, method: str, *, aggregated: bool) -> NDArray[np.int64]:
     """Return int[models, n]: whether each site's own model, or the mean of their probabilities, is right."""
     ((_, role),) = available_models(METHODS[method]).items()
     folder, probabilities, truth = RunFolder(run), [], np.zeros(0, np.int64)
-    for site in SITES:
-        table = read_predictions(folder.site_folder(site + "1"), model=role)
+    for site in sorted(path.name for path in (run / "sites").iterdir()):
+        table = read_predictions(folder.site_folder(site), model=role)
         if table is None:
-            raise SystemExit(f"{run}: no predictions of the {role} model of {site}1")
+            raise SystemExit(f"{run}: no predictions of the {role} model of {site}")
         order = table.obs.sort_values(["part", "patient"]).index.to_numpy()
         probabilities.append(table.model_predictions[order])
         truth = np.asarray(table.truth)[order]

@@ -1,7 +1,9 @@
 """Method mpcpa as a whole: denoisers are sent once, classifiers learn from local and generated images, 9 transfers."""
 
 import json
+import sys
 from functools import partial
+from pathlib import Path
 from shutil import copytree
 
 import numpy as np
@@ -26,6 +28,9 @@ from wsi_fl.synthesis.stages.baselines import run_baselines, score_method
 from wsi_fl.synthesis.stages.mpcpa import _prepare_denoiser
 from wsi_fl.system.files import read_json, read_lines, read_sealed, write_sealed
 from wsi_fl.types import Images, WsiFlError
+
+sys.path.append(str(Path(__file__).parents[2] / "studies"))
+from mpcpa import TABLE, list_hits
 
 SITES = ("S1", "S2", "S3")
 PIPELINE = """
@@ -231,6 +236,9 @@ def test_one_command_trains_every_baseline_and_the_curve_spans_local_to_pooled(o
     fedavg = read_json(study.root / document["runs"]["fedavg"] / "evaluation.json")
     assert rows["FedAvg"] == fedavg["models"]["private"]["merged"]["accuracy"]["mean"]
     assert {row["model"] for row in document["rows"][-3::2]} == {"shared"}, "joint and FedAvg"
+    for row, (method, _, _) in TABLE.items():
+        path, aggregated = study.root / document["runs"][method], row.startswith("aggregated")
+        assert list_hits(path, method, aggregated=aggregated).mean() == pytest.approx(rows[row]), row
     joined = ["mean A", "mean B", "aggregated A", "aggregated B", "all original", "all generated", "FedAvg"]
     assert list(rows) == [*(f"{kind}{k}" for kind in "AB" for k in (1, 2, 3)), *joined]
     assert all(0 <= accuracy <= 1 for accuracy in rows.values())
