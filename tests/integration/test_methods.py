@@ -1,14 +1,17 @@
 """Tests of every method in the training loop and of its agreement with its paper."""
 
+import json
+
 import numpy as np
 import pytest
-from conftest import REAL, interrupted_after, make_study, nightly
+from conftest import REAL, interrupted_after, make_study, nightly, refused, write_store
 from safetensors.numpy import load_file
 from training_runs import assert_resumes, trained
 
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.topology import list_receivers, ring, star
 from wsi_fl.privacy.accounting import epsilon, plan_mechanism
+from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import UsageError
@@ -64,6 +67,60 @@ def test_methods_with_a_shared_model_start_alike_whatever_a_site_file_sets(tmp_p
     summary = run(study, method)
     assert len({flat(study, summary, site).size for site in study.site_names()}) == 1
     evaluate(study, summary["run"])
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """Three sites of 12, 36 and 84 training rows."""
+    study = make_study(tmp_path_factory.mktemp("uneven") / "study")
+    for k, n_patients in enumerate((2, 4, 8)):
+        write_store(study, f"S{k}", n_patients=n_patients, seed=k)
+    return study
+
+
+def averaged(study, summary, role, n_rows):
+    """Return the mean of the sites' last trained models, weighted by their rows, by name."""
+    mean = {}
+    for site, n in zip(study.site_names(), n_rows, strict=True):
+        tensors, _ = SiteFolder(study.root / summary["run"] / "sites" / site).load_checkpoint(2)
+        for key in (key for key in tensors if key.startswith(f"{role}/model/")):
+            part = tensors[key].numpy().astype(np.float64) * n / sum(n_rows)
+            mean[key.removeprefix(f"{role}/model/")] = mean.get(key.removeprefix(f"{role}/model/"), 0) + part
+    return mean
+
+
+@pytest.mark.parametrize(("method", "role"), [("fedavg", "private"), ("fml", "proxy")])
+@pytest.mark.parametrize(("weights", "n_rows"), [("rows", (12, 36, 84)), ("equal", (1, 1, 1))])
+def test_the_mean_of_a_star_is_weighted_by_rows_or_equal(uneven, method, role, weights, n_rows):
+    summary = run(uneven, method, f"topology.weights={weights}", "privacy.enabled=false")
+    expected = averaged(uneven, summary, role, n_rows)
+    for site in uneven.site_names():
+        found = load_file(uneven.root / summary["run"] / "sites" / site / f"{role}.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(np.allclose(found[name], expected[name], rtol=1e-5, atol=1e-7) for name in found)
+
+
+@pytest.mark.slow
+def test_rows_weigh_alike_over_mpi_under_dp_and_after_a_kill(uneven, wsi_fl):
+    settings = (*ROUNDS, "topology.weights=rows", "privacy.insecure_seed=1")
+    whole, _ = assert_resumes(uneven, "fedavg", *settings, interruption=interrupted_after(4))
+    options = [option for setting in settings for option in ("--set", setting)]
+    ended = wsi_fl("train", "--method", "fedavg", "--json", *options, cwd=uneven.root)
+    assert ended.returncode == 0, ended.stderr
+    for site in uneven.site_names():
+        runs = (whole, uneven.root / json.loads(ended.stdout)["run"])
+        a, b = (load_file(run / "sites" / site / "private.safetensors") for run in runs)
+        assert all(np.allclose(a[name], b[name], atol=1e-6) for name in a)
+
+
+def test_with_sites_of_one_size_both_weights_give_the_same_bytes(pair):
+    runs = [run(pair, "fedavg", f"topology.weights={name}", "privacy.enabled=false") for name in ("rows", "equal")]
+    assert np.array_equal(*(flat(pair, summary, "S1") for summary in runs))
+
+
+@pytest.mark.parametrize(("method", "graph"), [("proxyfl", ()), ("fedavg", ("topology.graph=ring",)), ("cwt", ())])
+def test_weights_are_refused_where_no_hub_takes_a_mean_of_models(pair, method, graph):
+    refused(lambda: run(pair, method, "topology.weights=rows", *graph), "takes no mean of models at a hub")
 
 
 @pytest.mark.parametrize(("method", "role"), [("fedavg", "private"), ("fml", "proxy")])

@@ -9,7 +9,7 @@ from typing import Any
 from wsi_fl import __version__
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.federation.methods import FILES, Method, list_names
-from wsi_fl.federation.topology import TOPOLOGIES, Topology, find_topology, list_hops, read_graph
+from wsi_fl.federation.topology import TOPOLOGIES, Topology, find_topology, list_hops, read_graph, star
 from wsi_fl.plugins import PAYLOAD_MODELS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.runtime.console import print_message
@@ -57,6 +57,11 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
     n, is_local = (len(context.members if context.uses_files else sites), stores and pipeline.train.from_released)
     if min_sites is not None and not is_local and not 2 <= min_sites <= n:
         raise UsageError(f"train.min_sites = {min_sites}: sites learn together from 2 on; there are {n}")
+    if pipeline.topology.weights == "rows" and row.mixing_role and (graph is not star or not row.needs_initial_weights):
+        raise UsageError(
+            f"topology.weights = 'rows': {context.name} takes no mean of models at a hub; set topology.weights=equal, "
+            "or for trained models topology.graph=star"
+        )
     # a graph of more hops than a round has room for is refused
     list_hops(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     _check_disclosures(context)
