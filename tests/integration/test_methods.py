@@ -1,10 +1,13 @@
 """Tests of every method in the training loop and of its agreement with its paper."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from conftest import REAL, interrupted_after, make_study, nightly, refused, write_store
+from opacus.accountants import RDPAccountant
 from safetensors.numpy import load_file
 from training_runs import assert_resumes, trained
 
@@ -13,6 +16,10 @@ from wsi_fl.federation.topology import list_receivers, ring, star
 from wsi_fl.privacy.accounting import epsilon, plan_mechanism
 from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.site.privacy_account import plan_round
+from wsi_fl.stages.training.run_cost import dry_run
+from wsi_fl.stages.training.train import resume_run
+from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import UsageError
 
@@ -59,6 +66,40 @@ def test_pooling_is_refused_where_one_hospital_keeps_its_patches(study):
     file.write_text(file.read_text().replace("real = false", REAL))
     with pytest.raises(UsageError, match=r"sites/S2\.toml: joint needs every site's patches"):
         run(study, "joint")
+
+
+def test_a_site_file_sets_its_batch_size_and_so_its_epsilon(study):
+    """Against Opacus' accountant: S2 has 36 rows in 4 batches of 9 each round, the others in 5 of the pipeline's 8."""
+    file = study.root / "sites" / "S2.toml"
+    began = file.read_text()
+    file.write_text(f"{began}batch_size = 9\n")
+    summary = run(study, "fedavg")
+    for row, steps, batch_size in zip(summary["sites"], (5, 5, 4), (8, 8, 9), strict=True):
+        accountant = RDPAccountant()
+        accountant.history = [(1.4, 1 / steps, 2 * steps)]
+        assert row["epsilon"] == pytest.approx(accountant.get_epsilon(1e-5), abs=1e-6)
+        assert row["batch_size"] == batch_size
+    planned = dry_run(study, method="fedavg", overrides=ROUNDS)["sites"]
+    assert [row["epsilon"] for row in planned] == pytest.approx([row["epsilon"] for row in summary["sites"]])
+    file.write_text(f"{began}batch_size = 12\n")
+    (study.root / summary["run"] / "summary.json").unlink()
+    resumed = resume_run(study, summary["run"], backend="local")  # as the run began
+    assert [row["batch_size"] for row in resumed["sites"]] == [8, 8, 9]
+    real, pipeline = SiteFile(name="S2", batch_size=37, delta=1e-5), study.load_pipeline("small")
+    refused(lambda: plan_round(real, pipeline, 36), "site S2: batch_size = 37 exceeds this site's 36")
+
+
+def test_without_differential_privacy_too_a_site_takes_the_steps_of_its_batch_size(study, monkeypatch):
+    file, sizes, regular = study.root / "sites" / "S2.toml", Counter(), METHODS["regular"]
+    file.write_text(file.read_text() + "batch_size = 36\n")
+
+    def step(learners, batch, *rest):
+        sizes[len(batch[0])] += 1
+        return regular.step(learners, batch, *rest)
+
+    monkeypatch.setitem(METHODS.builtin, "regular", replace(regular, step=step))
+    run(study, "regular", "privacy.enabled=false")
+    assert sizes == {8: 2 * 2 * 4, 4: 2 * 2, 36: 2}
 
 
 @pytest.mark.parametrize("method", [*nightly("fedavg", "avgpush"), "cwt"])

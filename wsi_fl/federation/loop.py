@@ -237,7 +237,8 @@ def _train_batches(
         for purpose in ("noise", "batches", "views")
     )
     if plan is None:
-        rows = training_set.epoch_batches(recipe.batch_size, recipe.epochs_per_round, sampler=sampler)
+        batch_size = site.batch_size or recipe.batch_size
+        rows = training_set.epoch_batches(batch_size, recipe.epochs_per_round, sampler=sampler)
     else:
         rows = training_set.private_batches(plan, sampler)
         mode: Mode = "paper" if recipe.weights.beta else "strict"

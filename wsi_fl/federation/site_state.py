@@ -115,6 +115,7 @@ class Participant:
         buffer: synthetic samples, which it releases; None for none.
         receives: whether it has no labels: it trains and sends nothing, and receives.
         returning: whether it returns after a dropout, and waits for a share of the others' mass.
+        batch_size: examples of its batches without a privacy plan; None for the recipe's.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Participant:
     buffer: Buffer | None = None
     receives: bool = False
     returning: bool = False
+    batch_size: int | None = None
 
 
 @dataclass(kw_only=True)

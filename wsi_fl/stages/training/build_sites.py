@@ -105,6 +105,7 @@ def build_site(context: RunContext, index: int) -> Site:
         buffer=context.hooks.load_buffer(data, folder, index) if method.find_disclosure("buffer") else None,
         receives=data.receives,
         returning=name in run.list_returning_sites(),
+        batch_size=site_file.batch_size,
     )
     site = join(participant, recipe, index, select_device())
     if context.statistics:

@@ -13,7 +13,7 @@ from wsi_fl.federation.topology import TOPOLOGIES, Topology, find_topology, list
 from wsi_fl.plugins import PAYLOAD_MODELS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.runtime.console import print_message
-from wsi_fl.stages.site.privacy_account import costs_epsilon, require_budget
+from wsi_fl.stages.site.privacy_account import costs_epsilon, describe_batch_size, find_batch_size, require_budget
 from wsi_fl.stages.site.public_sources import require_published
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import list_scans, open_data
@@ -107,14 +107,15 @@ def list_traits(method: Method) -> set[str]:
 
 def _find_doubt(context: RunContext, site: SiteFile, cohort: Cohort) -> str:
     """Describe settings that make little sense for a site with few rows; they are refused for a real hospital."""
-    train, privacy = context.pipeline.train, context.pipeline.privacy
+    privacy = context.pipeline.privacy
     if not costs_epsilon(context.pipeline):
         return ""
     patients = cohort.obs["patient"][cohort.obs["split"] == "train"]
     n = patients.nunique() if privacy.unit == "patient" else len(patients)
-    if privacy.target_epsilon is None and train.batch_size > n > 0 and not context.method.payload.is_single_release:
+    batch_size = find_batch_size(site, context.pipeline)
+    if privacy.target_epsilon is None and batch_size > n > 0 and not context.method.payload.is_single_release:
         return (
-            f"site {site.name}: train.batch_size = {train.batch_size} is more than its {n} {privacy.unit}s, "
+            f"site {site.name}: {describe_batch_size(site, context.pipeline)} is more than its {n} {privacy.unit}s, "
             f"and divides sums over {n}"
         )
     if (delta := site.delta or privacy.delta) * n >= 1:

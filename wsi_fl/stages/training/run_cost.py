@@ -29,6 +29,7 @@ from wsi_fl.stages.site.privacy_account import (
     compute_group,
     describe_group,
     describe_spending,
+    find_batch_size,
     is_above_budget,
     list_mechanisms,
 )
@@ -123,7 +124,7 @@ def dry_run(
 def _measure_cost(site: Site, context: RunContext, affordable: int) -> _SiteCost:
     """Return a site's cost: ε of the plan, and time of all rounds from a few steps on temporary models."""
     pipeline = context.pipeline
-    batch_size = site.plan.batch_size if site.plan else pipeline.train.batch_size
+    batch_size = site.plan.batch_size if site.plan else find_batch_size(context.find_site(site.name), pipeline)
     units = np.unique(site.units.of_row)[:batch_size]
     stream = CipherStream.from_entropy()
     rows = [site.units.draw_rows(units, stream)] * (_TIMED_STEPS + 1)
