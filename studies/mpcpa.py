@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pages import Row, append_rows, describe_origin, describe_rows, fill_page, read_rows, render_table
+from pages import NO_ROWS, Row, append_rows, describe_origin, describe_rows, fill_page, read_rows, render_table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -238,6 +238,8 @@ DIFFERENCES = (
 
 def render_tables(rows: Sequence[Row], denoisers: Sequence[Row]) -> dict[str, str]:
     """Return the tables of the page by the name of their markers."""
+    if not rows:
+        return dict.fromkeys(("mpcpa", "mpcpa_denoisers"), NO_ROWS)
     tables = [render_accuracies(rows), render_differences(rows), describe_rows(rows)]
     return {"mpcpa": "\n\n".join(tables), "mpcpa_denoisers": render_denoisers(denoisers)}
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from pages import Row, append_rows, describe_origin, describe_rows, fill_page, read_rows, render_table
+from pages import NO_ROWS, Row, append_rows, describe_origin, describe_rows, fill_page, read_rows, render_table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -111,6 +111,8 @@ def run_study(arguments: argparse.Namespace) -> None:
 
 def render_tables(rows: Sequence[Row]) -> dict[str, str]:
     """Return the table of the page by the name of its marker: a part for each partition."""
+    if not rows:
+        return {"replay": NO_ROWS}
     partitions = list(dict.fromkeys(row["partition"] for row in rows))
     tables = [render_partition([row for row in rows if row["partition"] == name], name) for name in partitions]
     return {"replay": "\n\n".join([*tables, describe_rows(rows)])}
