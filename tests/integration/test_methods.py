@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from wsi_fl.privacy.accounting import epsilon, plan_mechanism
 from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.site.privacy_account import plan_round
+from wsi_fl.stages.training.finished_runs import FinishedRun, find_finished_run
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run
 from wsi_fl.study.site_file import SiteFile
@@ -81,7 +83,11 @@ def test_a_site_file_sets_its_batch_size_and_so_its_epsilon(study):
         assert row["batch_size"] == batch_size
     planned = dry_run(study, method="fedavg", overrides=ROUNDS)["sites"]
     assert [row["epsilon"] for row in planned] == pytest.approx([row["epsilon"] for row in summary["sites"]])
+    finished = FinishedRun.load(study.root / summary["run"])
+    find = partial(find_finished_run, study, "fedavg", finished.pipeline, finished.inputs)
+    assert find() is not None
     file.write_text(f"{began}batch_size = 12\n")
+    assert find() is None, "another batch size is another run"
     (study.root / summary["run"] / "summary.json").unlink()
     resumed = resume_run(study, summary["run"], backend="local")  # as the run began
     assert [row["batch_size"] for row in resumed["sites"]] == [8, 8, 9]
