@@ -160,6 +160,14 @@ def test_rows_weigh_alike_over_mpi_under_dp_and_after_a_kill(uneven, wsi_fl):
         assert all(np.allclose(a[name], b[name], atol=1e-6) for name in a)
 
 
+def test_with_rows_as_weights_sites_leave_with_their_budgets_to_the_last(tmp_path):
+    """ε is 2.5 after a round and 3.2 after two, so both leave before the second."""
+    study = make_study(tmp_path / "study", n_sites=2, site_extra="real = false\nmax_epsilon = 3.0")
+    summary = run(study, "fedavg", "topology.weights=rows")
+    assert [row["rounds"] for row in summary["sites"]] == [1, 1]
+    assert np.array_equal(flat(study, summary, "S0"), flat(study, summary, "S1"))
+
+
 def test_with_sites_of_one_size_both_weights_give_the_same_bytes(pair):
     runs = [run(pair, "fedavg", f"topology.weights={name}", "privacy.enabled=false") for name in ("rows", "equal")]
     assert np.array_equal(*(flat(pair, summary, "S1") for summary in runs))

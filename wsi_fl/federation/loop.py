@@ -97,9 +97,12 @@ def run(sites: list[Site], recipe: Recipe, comm: Comm, report: _Report) -> None:
 
 
 def _weigh_site(site: Site, membership: Membership) -> float:
-    """Return a site's weight n_k / n in the mean of a round, times the number of sites (McMahan et al., 2017)."""
+    """Return a site's weight n_k / n in the mean of a round, times the number of sites (McMahan et al., 2017).
+
+    It is 0 for a site that takes no part.
+    """
     n_units = {index: site.announced_units[index][0] for index in membership.present}
-    return n_units.get(site.index, 0) * len(n_units) / sum(n_units.values())
+    return n_units[site.index] * len(n_units) / sum(n_units.values()) if site.index in n_units else 0.0
 
 
 def _buffer_hops(recipe: Recipe, comm: Comm, round_: int, present: Sequence[int]) -> list[Matrix]:
