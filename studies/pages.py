@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 Row = Mapping[str, str]
+NO_ROWS = "No rows yet."
+"""In place of a table."""
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

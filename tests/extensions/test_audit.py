@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from math import comb, exp
 
 import numpy as np
@@ -29,6 +30,7 @@ from wsi_fl.evidence.attacks import (
     canary_bound,
     compute_auroc,
     roc_points,
+    threshold_accuracy,
     tpr_at_fpr,
 )
 from wsi_fl.evidence.audit_run import _load_audited_models, audit_run, render_audit_lines
@@ -62,6 +64,33 @@ def test_auroc_and_roc_are_those_of_sklearn_and_of_counting(n, m, n_values, seed
         low = min(thresholds)
         best = max((members > v).mean() for v in [*others, -np.inf] if (others > v).mean() <= rate + 1e-9)
         assert found == pytest.approx(best) and found >= (members >= low).mean()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 30), st.integers(2, 30), st.integers(1, 6), st.integers(0, 999))
+def test_the_accuracy_of_a_threshold_is_judged_on_the_halves_that_did_not_choose_it(n, m, n_values, seed):
+    rng = np.random.default_rng(seed)
+    members, others = rng.integers(n_values, size=n) + 0.5, rng.integers(n_values, size=m) * 1.0
+    draw, right = np.random.default_rng(0), []
+    (a, b), (c, d) = (np.array_split(x[draw.permutation(len(x))], 2) for x in (members, others))
+
+    def share(threshold, members, others):
+        return (np.mean(members >= threshold) + np.mean(others < threshold)) / 2
+
+    for x, y, z, w in ((a, c, b, d), (b, d, a, c)):
+        values = sorted({*x, *y})
+        between = [-np.inf, *((low + high) / 2 for low, high in pairwise(values)), np.inf]
+        best = max(between, key=lambda t, x=x, y=y: round(share(t, x, y), 9))
+        right.append(share(best, z, w))
+    assert threshold_accuracy(members, others) == pytest.approx(np.mean(right))
+
+
+def test_the_accuracy_of_a_threshold_has_one_half_as_chance_however_many_members_there_are():
+    rng = np.random.default_rng(1)
+    assert threshold_accuracy(rng.normal(size=4000), rng.normal(size=400)) == pytest.approx(0.5, abs=0.05)
+    assert threshold_accuracy(np.arange(5, 9.0), np.arange(4.0)) == 1.0
+    assert threshold_accuracy(np.ones(9), np.ones(3)) == 0.5
+    assert threshold_accuracy(np.ones(1), np.ones(3)) is None
 
 
 def test_true_positives_at_few_false_alarms_need_a_thousand_non_members():
@@ -322,7 +351,7 @@ def test_a_planted_leak_is_caught(random_labels):
     (model,) = models(audit_run(random_labels, run), "private")
     own = model["membership"]["own"]
     assert (own["members"], own["non_members"]) == (80, 40)
-    assert own["auroc"] > 0.8 and own["interval"][0] > 0.5 and own["alarm"] is True
+    assert own["auroc"] > 0.8 and own["accuracy"] > 0.7 and own["interval"][0] > 0.5 and own["alarm"] is True
     assert own["tpr_at_fpr"] == {"0.01": None, "0.001": None}
     assert model["canaries"]["epsilon_lower"] > 1
     assert "its losses reveal members of the training data" in write_report(random_labels, run).read_text()

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,7 @@ from training_runs import csv_rows, trained
 
 from wsi_fl.evidence import benefit, benefit_figure, compare_runs, comparison_findings, comparison_page
 from wsi_fl.evidence.benefit import build_score_table, estimate_benefit
-from wsi_fl.evidence.compare import compare_methods, render_comparison_lines
+from wsi_fl.evidence.compare import _list_local_answers, compare_methods, render_comparison_lines
 from wsi_fl.evidence.comparison_page import ChartRow, render_comparison_png
 from wsi_fl.evidence.verdict import Estimate, decide_verdict, holm_adjust
 from wsi_fl.report.figures import load_palette
@@ -443,6 +444,14 @@ def test_cautions_name_the_flaws_of_a_comparison():
     assert "a single run" not in " ".join(comparison_findings.list_cautions([ALONE, a], []))
     (always,) = comparison_findings.list_cautions([ALONE, ALONE], [make_paired_test(ALONE, 0.0, None)])
     assert "chose their regularisation" in always
+
+
+def test_a_note_tells_for_which_methods_local_models_answer_in_place_of_their_own():
+    runs = [SimpleNamespace(method=name) for name in ("fedavg", "fedavg", "proxyfl", "regular")]
+    answers = [("local", "private"), ("local", "local"), ("ensemble", "private"), ("local", "local")]
+    evaluations = [{"sites": [{"model": model} for model in models]} for models in answers]
+    (note,) = _list_local_answers(runs, evaluations)
+    assert note.startswith("FedAvg: 3 of 4 prediction models are local models") and "predict.model=private" in note
 
 
 def test_a_single_shared_model_is_one_line_of_scores_without_a_spread(series, study_copy):

@@ -258,6 +258,15 @@ def test_a_hospital_must_accept_the_patient_guarantee_of_an_epsilon_per_row(
     assert "76.7" not in (study.root / "federation" / "approval-S0.json").read_text()
 
 
+def test_the_cost_of_a_plan_follows_the_batch_size_of_the_hospitals_own_file(plan, tmp_path):
+    study = hospital(tmp_path, "S0")
+    with (study.root / "sites" / "S0.toml").open("a") as own:
+        own.write("batch_size = 12\n")
+    cost = review_plan(study, plan, "S0").cost
+    step = plan_of_round(n=36, batch_size=12, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
+    assert cost is not None and cost.epsilon == pytest.approx(epsilon([step] * 3, 1e-5))
+
+
 @pytest.mark.slow
 def test_one_confirmation_is_enough_per_patient_or_within_the_budget(tmp_path, kits, wsi_fl):
     for unit, said in (("patient", REAL), ("row", REAL.replace("50.0", "120.0"))):

@@ -4,10 +4,15 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from scipy.linalg import sqrtm
+from torch.nn import functional
+from torchvision.models import inception_v3
 
+from wsi_fl.models.encoder import Encoder
 from wsi_fl.synthesis import copying_evidence
 from wsi_fl.synthesis.copying_evidence import (
     compare_relative,
@@ -30,6 +35,23 @@ def test_fid_equals_the_formula_with_matrix_roots():
     expected = difference @ difference + np.trace(np.cov(x.T) + np.cov(y.T) - 2 * root)
     assert copying_evidence.frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)
     assert copying_evidence.frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_inception_features_for_fid_are_those_of_torchvisions_network_with_the_named_weights(tmp_path):
+    """2048 numbers after the last pooling, of images resized to 299 px and scaled to [−1, 1]."""
+    network = inception_v3(weights=None, aux_logits=True, transform_input=False, init_weights=False).eval()
+    save_file(network.state_dict(), tmp_path / "inception.safetensors")
+    network.fc = torch.nn.Identity()
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
+    encoder = Encoder("inception_v3", tmp_path / "inception.safetensors", input_px=299)
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+    resized = functional.interpolate(images, (299, 299), mode="bicubic", antialias=True).clamp(0, 1)
+    with torch.no_grad():
+        expected = network(resized * 2 - 1).numpy()
+    found = encoder(pixels)
+    assert found.shape == (2, 2048) and np.abs(found - expected).max() < 0.01 * np.ptp(expected, axis=0).mean()
+    assert copying_evidence.frechet_distance(found, found) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("n", [2, 3, 50])

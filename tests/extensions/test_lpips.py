@@ -114,6 +114,18 @@ def test_the_loss_is_the_sum_over_all_pairs_with_kept_images_in_place_of_the_bat
     assert float(kept) == pytest.approx(float(expected), rel=1e-3)
 
 
+def test_without_a_margin_the_loss_is_eq_3_of_the_paper_with_its_sign_turned(lpips):
+    """Pair by pair by the definition of LPIPS; its slope is opposite to that of eq. 3, so that distances grow."""
+    real, synthetic = images(3, 16), images(2, 16, seed=1).requires_grad_(True)
+    pairs = [by_definition(lpips, real[k : k + 1], synthetic[j : j + 1]) for k in range(3) for j in range(2)]
+    printed = torch.cat(pairs).sum() / 2
+    (expected,) = torch.autograd.grad(printed, synthetic)
+    loss = Keepaway(lpips, None)(real, synthetic)
+    (slope,) = torch.autograd.grad(loss, synthetic)
+    assert loss.item() == pytest.approx(-printed.item(), rel=1e-4)
+    assert torch.allclose(slope, -expected, atol=1e-3 * float(expected.abs().max()))
+
+
 def test_the_loss_is_bounded_and_zero_beyond_the_margin():
     distances = torch.linspace(0, 100, 1001, requires_grad=True)
     loss = _hinge_loss(distances, 0.7)

@@ -1,7 +1,9 @@
 """Method mpcpa as a whole: denoisers are sent once, classifiers learn from local and generated images, 9 transfers."""
 
 import json
+import sys
 from functools import partial
+from pathlib import Path
 from shutil import copytree
 
 import numpy as np
@@ -11,18 +13,24 @@ from conftest import SHARED, check, patches_of, refused, train_generator
 from safetensors.numpy import load_file
 
 from wsi_fl.hospitals.plans.build_plan import make_plan, parse_plan_document
+from wsi_fl.learning.local_training import predict_examples
+from wsi_fl.models import create_model
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.prepare.partition import partition_images
 from wsi_fl.stages.runtime.console import SilentProgress
+from wsi_fl.stages.site.site_data import load_patches, open_store
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patch_store import PatchStore
-from wsi_fl.study.folder import Study
-from wsi_fl.synthesis.stages.baselines import run_baselines
+from wsi_fl.study.folder import Study, find_shipped_folder
+from wsi_fl.synthesis.stages.baselines import run_baselines, score_method
 from wsi_fl.synthesis.stages.mpcpa import _prepare_denoiser
 from wsi_fl.system.files import read_json, read_lines, read_sealed, write_sealed
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import Images, WsiFlError
+
+sys.path.append(str(Path(__file__).parents[2] / "studies"))
+from mpcpa import TABLE, list_hits
 
 SITES = ("S1", "S2", "S3")
 PIPELINE = """
@@ -81,6 +89,10 @@ def run(study, *overrides):
 def own(trained, tmp_path):
     """A copy of the study that tests may change."""
     return Study(copytree(trained[0].root, tmp_path / "study"))
+
+
+def weights_of(study, summary, site):
+    return folder(study, summary) / f"sites/{site}/private.safetensors"
 
 
 def real(study, site, allow):
@@ -194,22 +206,50 @@ def test_a_memorising_denoiser_is_detected_and_not_released(own, monkeypatch):
     refused(prepare, "S1", "is not released", error=WsiFlError)
 
 
+def test_the_row_of_fedavg_scores_the_shared_model_though_each_hospital_alone_answers(own):
+    settings = ["train.local_baseline=true", "train.private_lr=1e-9", "train.rounds=8"]
+    summary = train(own, method="fedavg", backend="local", overrides=settings)
+    evaluation = evaluate(own, summary["run"], overrides=["predict.model=local"])
+    model, sites, mean = score_method("fedavg", evaluation)
+    assert model == "shared" and {row["model"] for row in evaluation["sites"]} == {"local"}
+    shared = create_model("cnn1", n_classes=2, shape=Images(3, 16), seed=0)
+    shared.load_state_dict({k: torch.from_numpy(v) for k, v in load_file(weights_of(own, summary, "S1")).items()})
+    right = []
+    for site in SITES:
+        examples = load_patches(open_store(own, site), "test", 16)
+        right += (predict_examples(shared.eval(), examples, torch.device("cpu")).argmax(1) == examples.label).tolist()
+    assert mean["accuracy"] == pytest.approx(np.mean(right)) == sites["S3"]["accuracy"]
+    assert mean["accuracy"] != evaluation["merged"]["accuracy"]["mean"]
+
+
+@pytest.mark.parametrize("name", ["mpcpa", "mpcpa_small", "replay", "synthesis_small"])
+def test_in_the_pipelines_of_papers_no_local_baseline_answers(own, name):
+    assert not own.load_pipeline(str(find_shipped_folder("pipelines") / f"{name}.toml"), []).train.local_baseline
+
+
 @pytest.mark.slow
 def test_one_command_trains_every_baseline_and_the_curve_spans_local_to_pooled(own):
     study = own
-    document = run_baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
+    settings = ["mpcpa.curve=[2]", "mpcpa.fedavg_rounds=3"]
+    document = run_baselines(study, backend="local", overrides=settings)
     rows = {row["row"]: row["accuracy"] for row in document["rows"]}
+    fedavg = read_json(study.root / document["runs"]["fedavg"] / "evaluation.json")
+    assert rows["FedAvg"] == fedavg["models"]["private"]["merged"]["accuracy"]["mean"]
+    assert {row["model"] for row in document["rows"][-3::2]} == {"shared"}, "joint and FedAvg"
+    for row, (method, _, _) in TABLE.items():
+        path, aggregated = study.root / document["runs"][method], row.startswith("aggregated")
+        assert list_hits(path, method, aggregated=aggregated).mean() == pytest.approx(rows[row]), row
     joined = ["mean A", "mean B", "aggregated A", "aggregated B", "all original", "all generated", "FedAvg"]
     assert list(rows) == [*(f"{kind}{k}" for kind in "AB" for k in (1, 2, 3)), *joined]
     assert all(0 <= accuracy <= 1 for accuracy in rows.values())
-    assert document["transfers"] == {"mpcpa": 9, "fedavg": 2 * 3 * 2}  # the paper counts as much
+    assert document["transfers"] == {"mpcpa": 9, "fedavg": 2 * 3 * 3}  # the paper counts as much
     assert [row["site"] for row in document["memorization"]] == list(SITES)
     assert [point["per_class"] for point in document["curve"]] == [0, 2, 5]
     assert document["curve"][0]["mean"] == rows["mean A"]
     assert document["curve"][-1]["aggregated"] == rows["aggregated B"]
     assert set(document["curve"][1]["sites"]) == set(SITES)
     n_runs = len(list(study.runs_path.glob("0*")))
-    run_baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
+    run_baselines(study, backend="local", overrides=settings)
     assert len(list(study.runs_path.glob("0*"))) == n_runs, "runs that are there are not made again"
     more = lambda: run_baselines(study, backend="local", overrides=["mpcpa.curve=[6]"])  # noqa: E731
     refused(more, "6 images", "5 are drawn")

@@ -90,6 +90,17 @@ def test_both_generators_are_kept_and_described_in_gan_json(trained):
 
 
 @pytest.mark.slow
+def test_the_papers_privacy_loss_needs_no_margin_and_trains_another_generator(trained, tmp_path):
+    study = make_study(tmp_path / "study")
+    document = train_generator(study, site="S1", overrides=["gan.privacy_loss=negative_distance"])
+    stored = KIND.require_trained(study, "S1")[1]
+    assert document["margin"] is None and stored["settings"]["privacy"]["loss"] == "negative_distance"
+    assert GeneratorFolder(study.generator_path("S1")).read_metrics()[-1]["privacy"] < 0
+    assert same(tensors(study, "before"), tensors(trained, "before")) and not same(tensors(study), tensors(trained))
+    refused(lambda: train_generator(study, site="S1"), "privacy", "--again")
+
+
+@pytest.mark.slow
 def test_training_with_other_settings_needs_again(trained, tmp_path):
     refused(lambda: train_generator(trained, site="S1", overrides=["gan.lr=0.001"]), "terms", "--again")
     study = make_study(tmp_path / "study")

@@ -60,7 +60,7 @@ def test_config_explains_a_key_a_section_and_all():
     assert explained.startswith('privacy.mode: paper or strict; default: "strict"\n    Guarantee level of ε.')
     found = {prefix: [row["key"] for row in find_keys(prefix)] for prefix in ("topology", "site.real", "predict.model")}
     assert found == {
-        "topology": ["topology.graph", "topology.self_weight"],
+        "topology": ["topology.graph", "topology.self_weight", "topology.weights"],
         "site.real": ["site.real"],
         "predict.model": ["predict.model"],
     }

@@ -1,15 +1,27 @@
 """Tests of every method in the training loop and of its agreement with its paper."""
 
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
-from conftest import REAL, interrupted_after, make_study, nightly
+from conftest import REAL, interrupted_after, make_study, nightly, refused, write_store
+from opacus.accountants import RDPAccountant
 from safetensors.numpy import load_file
 from training_runs import assert_resumes, trained
 
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.topology import list_receivers, ring, star
 from wsi_fl.privacy.accounting import epsilon, plan_mechanism
+from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.site.privacy_account import plan_round
+from wsi_fl.stages.training.finished_runs import FinishedRun, find_finished_run
+from wsi_fl.stages.training.run_cost import dry_run
+from wsi_fl.stages.training.train import resume_run
+from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import UsageError
 
@@ -58,12 +70,112 @@ def test_pooling_is_refused_where_one_hospital_keeps_its_patches(study):
         run(study, "joint")
 
 
+def test_a_site_file_sets_its_batch_size_and_so_its_epsilon(study):
+    """Against Opacus' accountant: S2 has 36 rows in 4 batches of 9 each round, the others in 5 of the pipeline's 8."""
+    file = study.root / "sites" / "S2.toml"
+    began = file.read_text()
+    file.write_text(f"{began}batch_size = 9\n")
+    summary = run(study, "fedavg")
+    for row, steps, batch_size in zip(summary["sites"], (5, 5, 4), (8, 8, 9), strict=True):
+        accountant = RDPAccountant()
+        accountant.history = [(1.4, 1 / steps, 2 * steps)]
+        assert row["epsilon"] == pytest.approx(accountant.get_epsilon(1e-5), abs=1e-6)
+        assert row["batch_size"] == batch_size
+    planned = dry_run(study, method="fedavg", overrides=ROUNDS)["sites"]
+    assert [row["epsilon"] for row in planned] == pytest.approx([row["epsilon"] for row in summary["sites"]])
+    finished = FinishedRun.load(study.root / summary["run"])
+    find = partial(find_finished_run, study, "fedavg", finished.pipeline, finished.inputs)
+    assert find() is not None
+    file.write_text(f"{began}batch_size = 12\n")
+    assert find() is None, "another batch size is another run"
+    (study.root / summary["run"] / "summary.json").unlink()
+    resumed = resume_run(study, summary["run"], backend="local")  # as the run began
+    assert [row["batch_size"] for row in resumed["sites"]] == [8, 8, 9]
+    real, pipeline = SiteFile(name="S2", batch_size=37, delta=1e-5), study.load_pipeline("small")
+    refused(lambda: plan_round(real, pipeline, 36), "site S2: batch_size = 37 exceeds this site's 36")
+
+
+def test_without_differential_privacy_too_a_site_takes_the_steps_of_its_batch_size(study, monkeypatch):
+    file, sizes, regular = study.root / "sites" / "S2.toml", Counter(), METHODS["regular"]
+    file.write_text(file.read_text() + "batch_size = 36\n")
+
+    def step(learners, batch, *rest):
+        sizes[len(batch[0])] += 1
+        return regular.step(learners, batch, *rest)
+
+    monkeypatch.setitem(METHODS.builtin, "regular", replace(regular, step=step))
+    run(study, "regular", "privacy.enabled=false")
+    assert sizes == {8: 2 * 2 * 4, 4: 2 * 2, 36: 2}
+
+
 @pytest.mark.parametrize("method", [*nightly("fedavg", "avgpush"), "cwt"])
 def test_methods_with_a_shared_model_start_alike_whatever_a_site_file_sets(tmp_path, method):
     study = make_study(tmp_path / "study", n_sites=2, site_extra='real = false\nprivate_model = "lenet5"')
     summary = run(study, method)
     assert len({flat(study, summary, site).size for site in study.site_names()}) == 1
     evaluate(study, summary["run"])
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """Three sites of 12, 36 and 84 training rows."""
+    study = make_study(tmp_path_factory.mktemp("uneven") / "study")
+    for k, n_patients in enumerate((2, 4, 8)):
+        write_store(study, f"S{k}", n_patients=n_patients, seed=k)
+    return study
+
+
+def averaged(study, summary, role, n_rows):
+    """Return the mean of the sites' last trained models, weighted by their rows, by name."""
+    mean = {}
+    for site, n in zip(study.site_names(), n_rows, strict=True):
+        tensors, _ = SiteFolder(study.root / summary["run"] / "sites" / site).load_checkpoint(2)
+        for key in (key for key in tensors if key.startswith(f"{role}/model/")):
+            part = tensors[key].numpy().astype(np.float64) * n / sum(n_rows)
+            mean[key.removeprefix(f"{role}/model/")] = mean.get(key.removeprefix(f"{role}/model/"), 0) + part
+    return mean
+
+
+@pytest.mark.parametrize(("method", "role"), [("fedavg", "private"), ("fml", "proxy")])
+@pytest.mark.parametrize(("weights", "n_rows"), [("rows", (12, 36, 84)), ("equal", (1, 1, 1))])
+def test_the_mean_of_a_star_is_weighted_by_rows_or_equal(uneven, method, role, weights, n_rows):
+    summary = run(uneven, method, f"topology.weights={weights}", "privacy.enabled=false")
+    expected = averaged(uneven, summary, role, n_rows)
+    for site in uneven.site_names():
+        found = load_file(uneven.root / summary["run"] / "sites" / site / f"{role}.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(np.allclose(found[name], expected[name], rtol=1e-5, atol=1e-7) for name in found)
+
+
+@pytest.mark.slow
+def test_rows_weigh_alike_over_mpi_under_dp_and_after_a_kill(uneven, wsi_fl):
+    settings = (*ROUNDS, "topology.weights=rows", "privacy.insecure_seed=1")
+    whole, _ = assert_resumes(uneven, "fedavg", *settings, interruption=interrupted_after(4))
+    options = [option for setting in settings for option in ("--set", setting)]
+    ended = wsi_fl("train", "--method", "fedavg", "--json", *options, cwd=uneven.root)
+    assert ended.returncode == 0, ended.stderr
+    for site in uneven.site_names():
+        runs = (whole, uneven.root / json.loads(ended.stdout)["run"])
+        a, b = (load_file(run / "sites" / site / "private.safetensors") for run in runs)
+        assert all(np.allclose(a[name], b[name], atol=1e-6) for name in a)
+
+
+def test_with_rows_as_weights_sites_leave_with_their_budgets_to_the_last(tmp_path):
+    """ε is 2.5 after a round and 3.2 after two, so both leave before the second."""
+    study = make_study(tmp_path / "study", n_sites=2, site_extra="real = false\nmax_epsilon = 3.0")
+    summary = run(study, "fedavg", "topology.weights=rows")
+    assert [row["rounds"] for row in summary["sites"]] == [1, 1]
+    assert np.array_equal(flat(study, summary, "S0"), flat(study, summary, "S1"))
+
+
+def test_with_sites_of_one_size_both_weights_give_the_same_bytes(pair):
+    runs = [run(pair, "fedavg", f"topology.weights={name}", "privacy.enabled=false") for name in ("rows", "equal")]
+    assert np.array_equal(*(flat(pair, summary, "S1") for summary in runs))
+
+
+@pytest.mark.parametrize(("method", "graph"), [("proxyfl", ()), ("fedavg", ("topology.graph=ring",)), ("cwt", ())])
+def test_weights_are_refused_where_no_hub_takes_a_mean_of_models(pair, method, graph):
+    refused(lambda: run(pair, method, "topology.weights=rows", *graph), "takes no mean of models at a hub")
 
 
 @pytest.mark.parametrize(("method", "role"), [("fedavg", "private"), ("fml", "proxy")])

@@ -89,6 +89,33 @@ def _threshold_tpr(members: _Scores, descending: _Scores, fpr: float) -> float:
     return 1.0 if allowed >= len(descending) else float((members > descending[allowed]).mean())
 
 
+def threshold_accuracy(members: _Scores, others: _Scores, *, seed: int = 0) -> float | None:
+    """Return the accuracy of telling members from others by one threshold on the score, 0.5 by chance.
+
+    The threshold is the best for a random half of both and judged on the other halves, then the other way round; the
+    mean of both counts. Members and others weigh the same, as in the game of Yeom et al. (2018), so that their numbers
+    do not matter. It can be below 0.5. None with fewer than two of either.
+    """
+    if min(len(members), len(others)) < 2:
+        return None
+    rng = np.random.default_rng(seed)
+    halves = [np.array_split(scores[rng.permutation(len(scores))], 2) for scores in (members, others)]
+    accuracies = []
+    for fitted, judged in ((0, 1), (1, 0)):
+        threshold = _best_threshold(*(half[fitted] for half in halves))
+        judged_members, judged_others = (half[judged] for half in halves)
+        accuracies.append(((judged_members >= threshold).mean() + (judged_others < threshold).mean()) / 2)
+    return float(np.mean(accuracies))
+
+
+def _best_threshold(members: _Scores, others: _Scores) -> float:
+    """Return the least score of a member for the largest true minus false positive rate, midway between two scores."""
+    values = np.unique(np.concatenate([members, others]))
+    candidates = np.concatenate([[-np.inf], (values[1:] + values[:-1]) / 2, [np.inf]])
+    missed, rejected = (np.searchsorted(np.sort(scores), candidates) for scores in (members, others))
+    return float(candidates[np.argmax(rejected * len(members) - missed * len(others))])
+
+
 def roc_points(members: _Scores, others: _Scores, n_points: int = 33) -> list[tuple[float, float]]:
     """Return (false, true positive rate) at rates from 1 / n of the others to 1, evenly spaced on a log axis."""
     if not (len(members) and len(others)):

@@ -203,6 +203,7 @@ def _attack_membership(
             "non_members": len(non_member_scores),
             "auroc": attacks.compute_auroc(scores, non_member_scores),
             "interval": interval,
+            "accuracy": attacks.threshold_accuracy(scores, non_member_scores),
             "alarm": None if interval is None else interval[0] > 0.5,
             "tpr_at_fpr": {
                 f"{rate:g}": attacks.tpr_at_fpr(scores, non_member_scores, rate) for rate in _FALSE_POSITIVE_RATES
@@ -243,9 +244,10 @@ def render_audit_lines(document: AuditDocument) -> Lines:
         interval = DASH.join(f"{end:.3f}" for end in local_test["interval"] or ()) or DASH
         rates = (format_number(local_test["tpr_at_fpr"][f"{rate:g}"]) for rate in _FALSE_POSITIVE_RATES)
         bounds = (format_number(planted.get(f"epsilon_{end}"), 2) for end in ("lower", "upper"))
-        rows.append([f"{row['site']}, {row['model']}", format_number(local_test["auroc"]), interval, *rates, *bounds])
+        auroc, accuracy = (format_number(local_test.get(name)) for name in ("auroc", "accuracy"))
+        rows.append([f"{row['site']}, {row['model']}", auroc, interval, accuracy, *rates, *bounds])
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
-    yield TextTable(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
+    yield TextTable(title, ("site, model", "AUROC", "95 %", "accuracy", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
     statistics_tables = build_statistics_tables(document)
     yield from (TextTable(*table) for table in statistics_tables)
     for finding in list_audit_findings(document):

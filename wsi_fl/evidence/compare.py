@@ -20,6 +20,7 @@ from wsi_fl.evidence.comparison_findings import settings_words
 from wsi_fl.evidence.comparison_page import COMMUNICATION, ChartRow
 from wsi_fl.evidence.verdict import PairedTest, compare_pairs, holm_adjust
 from wsi_fl.federation.methods import LOCAL_METHOD
+from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.report import formatting
 from wsi_fl.report.formatting import Json
 from wsi_fl.stages.evaluation.write_predictions import read_example_scores
@@ -66,6 +67,7 @@ def compare_methods(
         notes += filter(None, [formatting.describe_part_classes(evaluations[0]["sites"])])
     if lost := sorted({site for run in all_runs for site in run.summary["lost"]}):
         notes.append(f"Dropped out during training in some run: {', '.join(lost)}.")
+    notes += _list_local_answers(all_runs, evaluations)
     rows = _group_runs(all_runs, evaluations, test_set, first)
     _require_one_store(evaluations)
     scores = tuple(evaluations[0]["scores"])
@@ -101,6 +103,21 @@ def compare_methods(
     sites = list(dict.fromkeys(site["site"] for run in selected for site in run.summary["sites"]))
     _write_files(folder, document, rows, sites)
     return document
+
+
+def _list_local_answers(runs: Sequence[FinishedRun], evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a note for each federated method of which some scores are those of local models that answer."""
+    is_local: dict[str, list[bool]] = {}
+    for run, evaluation in zip(runs, evaluations, strict=True):
+        if formatting.is_federated(run.method):
+            answers = is_local.setdefault(formatting.method_name(run.method), [])
+            answers += [site["model"] == LOCAL for site in evaluation["sites"]]
+    return [
+        f"{name}: {sum(answers)} of {len(answers)} prediction models are local models, trained alone; train with "
+        "predict.model=private to compare the method's own."
+        for name, answers in is_local.items()
+        if any(answers)
+    ]
 
 
 def _write_files(folder: Path, document: Mapping[str, Any], rows: Sequence[_MethodRow], sites: Sequence[str]) -> None:

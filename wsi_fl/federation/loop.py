@@ -69,7 +69,10 @@ def run(sites: list[Site], recipe: Recipe, comm: Comm, report: _Report) -> None:
         has_buffers = bool(_buffer_hops(recipe, comm, round_, range(comm.n_sites)))
         for site in active_sites:
             if round_ not in site.folder.list_checkpoints():
-                releases[site.index] = _train_and_record(site, recipe, round_, report, sends_buffer=has_buffers)
+                weight = _weigh_site(site, membership) if recipe.counts_units else None
+                releases[site.index] = _train_and_record(
+                    site, recipe, round_, report, sends_buffer=has_buffers, weight=weight
+                )
                 continue
             if round_ != first_rounds[site.index]:  # then it was restored before memberships were collected
                 restore_checkpoint(site, round_)
@@ -91,6 +94,15 @@ def run(sites: list[Site], recipe: Recipe, comm: Comm, report: _Report) -> None:
         last = {"site": site.name, "round": recipe.rounds, "step": 1, "steps": 1}
         if (choice := choose_prediction_model(site, recipe, partial(report, last))) is not None:
             site.folder.write_document("prediction_model", choice)
+
+
+def _weigh_site(site: Site, membership: Membership) -> float:
+    """Return a site's weight n_k / n in the mean of a round, times the number of sites (McMahan et al., 2017).
+
+    It is 0 for a site that takes no part.
+    """
+    n_units = {index: site.announced_units[index][0] for index in membership.present}
+    return n_units[site.index] * len(n_units) / sum(n_units.values()) if site.index in n_units else 0.0
 
 
 def _buffer_hops(recipe: Recipe, comm: Comm, round_: int, present: Sequence[int]) -> list[Matrix]:
@@ -131,7 +143,7 @@ def _exchange_round(
 
 
 def _train_and_record(
-    site: Site, recipe: Recipe, round_: int, report: _Report, *, sends_buffer: bool
+    site: Site, recipe: Recipe, round_: int, report: _Report, *, sends_buffer: bool, weight: float | None
 ) -> Release | None:
     start = time.perf_counter()
     previous_vectors = {
@@ -145,7 +157,7 @@ def _train_and_record(
                 f"site {site.name}: its {role} model is not finite in round {round_}; "
                 "lower the learning rate (train.lr)"
             )
-    released = release_model(site, recipe.method, round_) if recipe.colluding is None else None
+    released = release_model(site, recipe.method, round_, weight=weight) if recipe.colluding is None else None
     if sends_buffer := sends_buffer and site.active:
         release_buffer(site, round_)
     write_checkpoint(site, round_)
@@ -228,7 +240,8 @@ def _train_batches(
         for purpose in ("noise", "batches", "views")
     )
     if plan is None:
-        rows = training_set.epoch_batches(recipe.batch_size, recipe.epochs_per_round, sampler=sampler)
+        batch_size = site.batch_size or recipe.batch_size
+        rows = training_set.epoch_batches(batch_size, recipe.epochs_per_round, sampler=sampler)
     else:
         rows = training_set.private_batches(plan, sampler)
         mode: Mode = "paper" if recipe.weights.beta else "strict"

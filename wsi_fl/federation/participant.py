@@ -25,7 +25,7 @@ def join(participant: Participant, recipe: Recipe, index: int, device: torch.dev
     A site without labels has only the models that all sites have alike. An exchanged or DP model is not tuned; a linear
     head as local baseline is fitted in any case.
     """
-    method = recipe.method
+    method, recipe = recipe.method, replace(recipe, batch_size=participant.batch_size or recipe.batch_size)
     roles = {role: row for role, row in method.learners.items() if role in COMMON or not participant.receives}
     if method.has_local_baseline and recipe.local_baseline and not participant.receives:
         roles[LOCAL] = Role(dp=False)

@@ -34,6 +34,11 @@ class PushSum:
             return PushSum(z, 1.0)
         return PushSum(self.x + (z - self.z), self.w)
 
+    @staticmethod
+    def weigh_model(z: Vector, weight: float) -> PushSum:
+        """Return the state of a model that counts with this weight in the next mean, whatever it had before."""
+        return PushSum(z if weight == 1 else z * np.float32(weight), weight)
+
 
 def mix_states(local_state: PushSum, local_share: float, messages: Sequence[PushSum]) -> PushSum:
     """Return the sum of a site's own share and the received messages, numerators and weights.

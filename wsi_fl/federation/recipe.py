@@ -21,6 +21,7 @@ class Recipe:
         balance: whether classes count alike in models without noise.
         weights: α and β.
         self_weight: P[i, i], where the graph does not set it.
+        counts_units: whether a site's model weighs in the mean by its number of privacy units, as announced before.
         graph: in place of the method's graph.
         make_augment: random stream → augmentation of an image.
         draws_patches: whether the patches of a bag are drawn anew in each batch.
@@ -48,6 +49,7 @@ class Recipe:
     balance: bool = False
     bfloat16: bool = False
     self_weight: float = 0.0
+    counts_units: bool = False
     graph: Topology | None = None
     make_augment: Callable[[CipherStream], Augment | None] = lambda _: None
     draws_patches: bool = False

@@ -115,6 +115,7 @@ class Participant:
         buffer: synthetic samples, which it releases; None for none.
         receives: whether it has no labels: it trains and sends nothing, and receives.
         returning: whether it returns after a dropout, and waits for a share of the others' mass.
+        batch_size: examples of its batches without a privacy plan; None for the recipe's.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Participant:
     buffer: Buffer | None = None
     receives: bool = False
     returning: bool = False
+    batch_size: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -212,8 +214,12 @@ class Site(Participant):
         self.learners[role].frozen = True
 
 
-def release_model(site: Site, method: Method, round_: int) -> Release | None:
-    """Return the release of a round, recorded in the ledger first (Algorithm 1, line 7); None for none."""
+def release_model(site: Site, method: Method, round_: int, *, weight: float | None = None) -> Release | None:
+    """Return the release of a round, recorded in the ledger first (Algorithm 1, line 7); None for none.
+
+    Args:
+        weight: of the model in the mean of this round, 1 on average over sites; by default its PushSum weight.
+    """
     if not site.active or site.receives:
         return None
     if method.round_disclosure is None:
@@ -223,7 +229,8 @@ def release_model(site: Site, method: Method, round_: int) -> Release | None:
         return None
     learner = site.mixing_learner(method)
     assert site.push is not None
-    site.push = site.push.add_training(learner.parameter_vector())
+    vector = learner.parameter_vector()
+    site.push = site.push.add_training(vector) if weight is None else PushSum.weigh_model(vector, weight)
     released = site.ledger.release(
         round_,
         site.push.x,

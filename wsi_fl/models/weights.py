@@ -29,8 +29,8 @@ class NoWeightsError(WsiFlError):
     """Published weights are not available here; the user can give a file."""
 
 
-_CLASSIFIERS = ("classifier", "fc", "fc_4", "head", "head.fc", "head_dist")
-"""Names of classifiers; `fc_4` is KimiaNet's."""
+_CLASSIFIERS = ("classifier", "fc", "fc_4", "head", "head.fc", "head_dist", "AuxLogits")
+"""Names of classifiers; `fc_4` is KimiaNet's, `AuxLogits` the auxiliary one of Inception."""
 _KIMIANET_PREFIX = "model.0."
 """Prefix of the convolutions of KimiaNet, and of any torchvision DenseNet in an `nn.Sequential` with its pooling."""
 _WRAPPERS = ("module.", "model.", "backbone.", "encoder.", "state_dict.")

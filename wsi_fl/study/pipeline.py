@@ -243,6 +243,9 @@ class _TopologySettings(Section):
     self_weight: float = settings_key(0.0, ge=0, lt=1, excludes=_METHOD_GRAPH)
     """Weight of a site's local model in its mixing step. With 0 a model is replaced by the received one; with 0.5 the
     two are averaged."""
+    weights: Literal["equal", "rows"] = "equal"
+    """How sites count in the mean that a star's hub takes: all alike (`equal`), or by their number of training rows, of
+    patients with `privacy.unit = "patient"` (`rows`). FedAvg's paper has the latter. The number is public."""
 
 
 class _GpuSettings(Section):

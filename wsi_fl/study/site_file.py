@@ -55,6 +55,9 @@ class SiteFile(Section):
     privacy budget, and receives the one-shot global head. Other methods run without it."""
     private_model: ModelName | None = None
     """Architecture of this site's private model. By default `model.private` of the pipeline."""
+    batch_size: int | None = Field(None, ge=1, le=1_000_000)
+    """Expected number of examples in a training step at this site, of patients with `privacy.unit = "patient"`. Its ε
+    follows from it. By default `train.batch_size` of the pipeline; `privacy.target_epsilon` replaces both."""
     max_epsilon: float | None = Field(None, gt=0, le=1_000_000)
     """Privacy budget of the site: the largest ε of all its releases, over all runs and seeds. Required for a real
     site."""
@@ -88,7 +91,7 @@ class SiteFile(Section):
 def merge_site_snapshot(snapshot: SiteFile, current: SiteFile) -> SiteFile:
     """Return the current site file with the settings snapshot of a run; allowed is only what both files allow.
 
-    Paths (slides, tables, the ledger) are the current ones; role, budget and architecture are the run's.
+    Paths (slides, tables, the ledger) are the current ones; role, budget, architecture and batch size are the run's.
     """
     limits = [limit for limit in (snapshot.max_epsilon, current.max_epsilon) if limit is not None]
     return current.model_copy(
@@ -98,10 +101,11 @@ def merge_site_snapshot(snapshot: SiteFile, current: SiteFile) -> SiteFile:
             "max_epsilon": min(limits, default=None),
             "delta": snapshot.delta,
             "private_model": snapshot.private_model,
+            "batch_size": snapshot.batch_size,
             "role": snapshot.role,
         }
     )
 
 
-SNAPSHOT_KEYS = ("real", "role", "allow", "max_epsilon", "delta", "private_model")
+SNAPSHOT_KEYS = ("real", "role", "allow", "max_epsilon", "delta", "private_model", "batch_size")
 """The keys of a site file in the settings snapshot of a run."""

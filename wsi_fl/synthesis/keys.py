@@ -55,9 +55,12 @@ class Gan(Section):
     """Number of images over which the probability of augmentation can go from 0 to 1."""
     privacy_weight: float = Field(1.0, ge=0, le=1_000_000)
     """Weight of the privacy loss in the second phase."""
+    privacy_loss: Literal["hinge", "negative_distance"] = "hinge"
+    """Loss of a pair of a real and a synthetic image in the second phase: a squared hinge up to a margin (`hinge`), or
+    minus their LPIPS distance, eq. 3 of the paper with its sign turned (`negative_distance`), which has no end."""
     privacy_quantile: float = Field(0.5, gt=0, le=1)
-    """Quantile of the LPIPS distance between different training images that is the margin of the privacy loss; pairs
-    further apart than the margin cost nothing."""
+    """Quantile of the LPIPS distance between different training images that is the margin of the hinge; pairs further
+    apart than the margin cost nothing."""
     privacy_images: int = Field(0, ge=0, le=10_000_000)
     """Number of real images in the privacy loss of each synthetic one; their embeddings are held in memory. With 0
     they are those of the batch, as in the paper."""
@@ -110,7 +113,7 @@ class Ddpm(Section):
 class Mpcpa(Section):
     """The method mpcpa: diffusion models are sent once, and predictions are aggregated."""
 
-    without_effect = ("aggregate", "unchecked", "curve")
+    without_effect = ("aggregate", "unchecked", "curve", "fedavg_rounds")
     aggregate: Literal["mean", "weighted_mean", "absolute", "relative", "weighted"] = "mean"
     """How `evaluate` makes one prediction of all sites': the mean of their probabilities, that mean weighted by
     training rows, or an absolute, relative or weighted majority of votes. It holds for every method."""
@@ -123,6 +126,9 @@ class Mpcpa(Section):
     curve: list[Annotated[int, Field(ge=1, le=10_000_000)]] = Field([], max_length=100)
     """Numbers of generated images, for example [100, 400, 1600], with which `train --baselines` also trains
     classifiers."""
+    fedavg_rounds: int | None = Field(None, ge=1, le=1_000_000)
+    """Number of rounds of FedAvg among the baselines of `train --baselines`; the paper has 200. By default
+    `train.rounds`, which all other classifiers train."""
 
 
 class LpipsKeys(Section):

@@ -229,17 +229,18 @@ class Keepaway:
         L = 1/b Σ_r Σ_s max(0, 1 − d(x_r, x_s) / m)²,
 
     in [0, 1] per pair, steepest for a copy, and without value or slope from the margin m on. For d well below m it
-    falls like −2/m · L_PP. m is a quantile of LPIPS between different real images (`compute_margin`).
+    falls like −2/m · L_PP. m is a quantile of LPIPS between different real images (`compute_margin`). Without a margin
+    the loss is −L_PP itself, for comparison with the paper.
 
     Attributes:
-        margin: m.
+        margin: m; None for −L_PP.
         references: embeddings [n, d] of real images for all batches; None for those of each batch, as in eq. 3. Hardly
             any image of a small batch is near, so the margin has to be wide; of many images the nearest few are, and a
             narrow margin pushes away only from them.
     """
 
     lpips: Lpips
-    margin: float
+    margin: float | None
     references: Tensor | None = None
 
     def __call__(self, real: Tensor, synthetic: Tensor) -> Tensor:
@@ -250,7 +251,8 @@ class Keepaway:
         with torch.no_grad():
             real_embeddings = self.lpips(real) if self.references is None else self.references
         distances = compute_squared_distances(real_embeddings, self.lpips(clamp_images(synthetic)))
-        return _hinge_loss(distances, self.margin).sum() / len(synthetic)
+        losses = -distances if self.margin is None else _hinge_loss(distances, self.margin)
+        return losses.sum() / len(synthetic)
 
 
 def _hinge_loss(distances: Tensor, margin: float) -> Tensor:

@@ -266,7 +266,10 @@ def parse_site_files(document: PlanDocument) -> tuple[SiteFile, ...]:
     )
 
 
-_SAMPLING_TEXT = "Poisson: each of n units enters a batch with probability 1 / ceil(n / batch_size)"
+_SAMPLING_TEXT = (
+    "Poisson: each of n units enters a batch with probability 1 / ceil(n / batch_size); a site's own file may set its "
+    "batch_size"
+)
 
 
 def _plan_privacy(context: RunContext) -> _PlannedPrivacy:

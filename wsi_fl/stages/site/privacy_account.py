@@ -79,6 +79,16 @@ def require_budget(site: SiteFile) -> None:
         )
 
 
+def find_batch_size(site: SiteFile, pipeline: Pipeline) -> int:
+    """Return the number of privacy units in a batch of a site: that of its file, or else of the pipeline."""
+    return site.batch_size or pipeline.train.batch_size
+
+
+def describe_batch_size(site: SiteFile, pipeline: Pipeline) -> str:
+    """Return the batch size of a site with its key, for messages."""
+    return f"{'' if site.batch_size else 'train.'}batch_size = {find_batch_size(site, pipeline)}"
+
+
 def plan_round(
     site: SiteFile,
     pipeline: Pipeline,
@@ -101,18 +111,18 @@ def plan_round(
     Raises:
         UsageError: when no noise suffices, or δ is too large for n.
     """
-    train, privacy = pipeline.train, pipeline.privacy
+    train, privacy, batch_size = pipeline.train, pipeline.privacy, find_batch_size(site, pipeline)
     if not privacy.enabled:
         return None
     round_of = _round_factory(site, pipeline, n)
     try:
         if privacy.target_epsilon is None:
-            if site.real and not is_single_release and privacy.has_noise and train.batch_size > n:
+            if site.real and not is_single_release and privacy.has_noise and batch_size > n:
                 raise UsageError(
-                    f"train.batch_size = {train.batch_size} exceeds this site's {n} training {privacy.unit}s "
+                    f"{describe_batch_size(site, pipeline)} exceeds this site's {n} training {privacy.unit}s "
                     f"(noisy gradient sums are divided by it); use {n} or less"
                 )
-            plan = round_of(batch_size=n if is_single_release else train.batch_size, sigma=privacy.sigma)
+            plan = round_of(batch_size=n if is_single_release else batch_size, sigma=privacy.sigma)
             if site.real and costs_epsilon(pipeline):
                 plan.refuse_large_delta()
             return plan
@@ -225,7 +235,7 @@ def _load_plan(
     is_single_release: bool = False,
 ) -> PrivacyPlan | None:
     """Return the plan stored in the run or ledger, or a new one; UsageError where it would be another one now."""
-    train, privacy, recorded = pipeline.train, pipeline.privacy, ledger.last_plan()
+    privacy, recorded = pipeline.privacy, ledger.last_plan()
     if not privacy.enabled:
         return None
     round_of, run_plan = _round_factory(site, pipeline, n), None
@@ -244,7 +254,8 @@ def _load_plan(
     if privacy.target_epsilon is not None:  # chosen by the site
         current_plan = round_of(batch_size=run_plan.batch_size, sigma=run_plan.sigma)
     else:
-        current_plan = round_of(batch_size=n if is_single_release else train.batch_size, sigma=privacy.sigma)
+        batch_size = n if is_single_release else find_batch_size(site, pipeline)
+        current_plan = round_of(batch_size=batch_size, sigma=privacy.sigma)
     ledger_plan = replace(run_plan, **recorded) if recorded else run_plan
     if changed := list_differences(ledger_plan, run_plan) or list_differences(run_plan, current_plan):
         raise UsageError(

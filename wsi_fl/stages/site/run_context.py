@@ -71,7 +71,7 @@ class RunContext:
         sites = tuple(site for site in all_sites if site.name != left_out and (single or not site.is_receiver))
         pipeline = adapt_settings(method, study, pipeline)
         if single:
-            sites = tuple(site.model_copy(update={"private_model": None}) for site in sites)
+            sites = tuple(site.model_copy(update={"private_model": None, "batch_size": None}) for site in sites)
         if len(sites) < len(all_sites):
             pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})
         return RunContext(study, pipeline, method, folder, sites)

@@ -56,6 +56,7 @@ def build_recipe(context: RunContext) -> Recipe:
         seed=keys.seed,
         weights=loss_weights(pipeline),
         self_weight=pipeline.topology.self_weight,
+        counts_units=pipeline.topology.weights == "rows",
         make_augment=partial(build_augmentation, keys.augment) if context.kind.is_images else lambda _: None,
         draws_patches=bool(keys.max_patches),
         graph=build_graph(context.study, pipeline, context.names),
@@ -104,6 +105,7 @@ def build_site(context: RunContext, index: int) -> Site:
         buffer=context.hooks.load_buffer(data, folder, index) if method.find_disclosure("buffer") else None,
         receives=data.receives,
         returning=name in run.list_returning_sites(),
+        batch_size=site_file.batch_size,
     )
     site = join(participant, recipe, index, select_device())
     if context.statistics:

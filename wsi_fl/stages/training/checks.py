@@ -10,11 +10,11 @@ from wsi_fl import __version__
 from wsi_fl.data.augmentation import check_augmentation
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.federation.methods import FILES, Method, list_names
-from wsi_fl.federation.topology import TOPOLOGIES, Topology, find_topology, list_hops, read_graph
+from wsi_fl.federation.topology import TOPOLOGIES, Topology, find_topology, list_hops, read_graph, star
 from wsi_fl.plugins import PAYLOAD_MODELS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.runtime.console import print_message
-from wsi_fl.stages.site.privacy_account import costs_epsilon, require_budget
+from wsi_fl.stages.site.privacy_account import costs_epsilon, describe_batch_size, find_batch_size, require_budget
 from wsi_fl.stages.site.public_sources import require_published
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import list_scans, open_data
@@ -60,6 +60,11 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
     n, is_local = (len(context.members if context.uses_files else sites), stores and pipeline.train.from_released)
     if min_sites is not None and not is_local and not 2 <= min_sites <= n:
         raise UsageError(f"train.min_sites = {min_sites}: sites learn together from 2 on; there are {n}")
+    if pipeline.topology.weights == "rows" and row.mixing_role and (graph is not star or not row.needs_initial_weights):
+        raise UsageError(
+            f"topology.weights = 'rows': {context.name} takes no mean of models at a hub; set topology.weights=equal, "
+            "or for trained models topology.graph=star"
+        )
     # a graph of more hops than a round has room for is refused
     list_hops(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     _check_disclosures(context)
@@ -105,14 +110,15 @@ def list_traits(method: Method) -> set[str]:
 
 def _find_doubt(context: RunContext, site: SiteFile, cohort: Cohort) -> str:
     """Describe settings that make little sense for a site with few rows; they are refused for a real hospital."""
-    train, privacy = context.pipeline.train, context.pipeline.privacy
+    privacy = context.pipeline.privacy
     if not costs_epsilon(context.pipeline):
         return ""
     patients = cohort.obs["patient"][cohort.obs["split"] == "train"]
     n = patients.nunique() if privacy.unit == "patient" else len(patients)
-    if privacy.target_epsilon is None and train.batch_size > n > 0 and not context.method.payload.is_single_release:
+    batch_size = find_batch_size(site, context.pipeline)
+    if privacy.target_epsilon is None and batch_size > n > 0 and not context.method.payload.is_single_release:
         return (
-            f"site {site.name}: train.batch_size = {train.batch_size} is more than its {n} {privacy.unit}s, "
+            f"site {site.name}: {describe_batch_size(site, context.pipeline)} is more than its {n} {privacy.unit}s, "
             f"and divides sums over {n}"
         )
     if (delta := site.delta or privacy.delta) * n >= 1:

@@ -131,6 +131,15 @@ def find_finished_run(study: Study, method: str, pipeline: Pipeline, inputs: Map
     """Return the last finished run of a method with these settings, seed and fold on these stores; None without."""
     for run in find_finished_runs(study, method):
         same = run.repetition == SeriesMember.read_member(pipeline) and run.division[0] == pipeline.train.folds
-        if same and run.repeats(method, pipeline, inputs):
+        if same and run.repeats(method, pipeline, inputs) and _has_same_batches(study, run):
             return run
     return None
+
+
+def _has_same_batches(study: Study, run: FinishedRun) -> bool:
+    """Return whether the site files set the same batch sizes as when the run began."""
+    snapshots = {name: study.pin_run(run.folder.path).load_site_snapshot(name) for name in run.inputs}
+    return all(
+        snapshot is None or snapshot.batch_size == study.load_site(name).batch_size
+        for name, snapshot in snapshots.items()
+    )

@@ -16,6 +16,7 @@ from wsi_fl.models import schema_digest
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.gradients import trainable_parameters
 from wsi_fl.stages.runtime.console import Watcher
+from wsi_fl.stages.site.privacy_account import find_batch_size
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.build_sites import build_recipe
 from wsi_fl.system.machine import peak_bytes
@@ -45,7 +46,9 @@ class StepTime(NamedTuple):
 
 def batch_size_of(site: Site, context: RunContext) -> int:
     """Return the units of a batch at a site."""
-    return site.plan.batch_size if site.plan else context.pipeline.train.batch_size
+    if site.plan:
+        return site.plan.batch_size
+    return find_batch_size(context.find_site(site.name), context.pipeline)
 
 
 def time_steps(sites: Sequence[Site], context: RunContext, watcher: Watcher) -> dict[str, StepTime]:

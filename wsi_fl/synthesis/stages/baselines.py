@@ -1,18 +1,21 @@
 """`train --method mpcpa --baselines`: the paper's tables in one command.
 
 A1…An train on local images, B1…Bn on the others' generated ones too; both are aggregated; all original and all
-generated images pooled; FedAvg. One table (the paper's Tables 1, 3, 4 and 7) beside the run of mpcpa.
+generated images pooled; FedAvg. One table (the paper's Tables 1, 3, 4 and 7) beside the run of mpcpa. Each row scores
+the model of its own name, whichever model `predict.model` lets answer: FedAvg's row is of the model that all share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from wsi_fl.data.metrics import SCORES
+from wsi_fl.federation.methods import METHODS
 from wsi_fl.report.formatting import Json, format_number
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.load_models import available_models
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.finished_runs import find_finished_run
@@ -25,6 +28,7 @@ from wsi_fl.system.files import read_json, write_sealed
 from wsi_fl.types import UsageError
 
 _REGULAR, _MPCPA, _JOINT, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
+_Scores = dict[str, float | None]
 _ROW_PREFIXES = {"A": _REGULAR, "B": _MPCPA}
 
 
@@ -38,7 +42,7 @@ class _BaselinesDocument(TypedDict):
     n_test: int
     aggregate: str
     rows: list[dict[str, str | float | None]]
-    """Scores of each model, in the order of the paper's tables."""
+    """Name and scores of each model, in the order of the paper's tables."""
     aggregated: dict[str, Json]
     transfers: dict[str, int]
     memorization: list[Json]
@@ -86,15 +90,20 @@ def run_baselines(
         return run, evaluate(study, str(run.path))
 
     runs, evaluations = {}, {}
-    for method in (_MPCPA, _REGULAR, _JOINT, _GENERATED, _FEDAVG):
-        runs[method], evaluations[method] = run_method(method, pipeline)
     mpcpa, n_drawn = pipeline.find_section(Mpcpa), pipeline.find_section(Ddpm).samples_per_class
+    federated = pipeline.replace_keys(train={"rounds": _fedavg_rounds(pipeline)})
+    for method in (_MPCPA, _REGULAR, _JOINT, _GENERATED, _FEDAVG):
+        runs[method], evaluations[method] = run_method(method, federated if method == _FEDAVG else pipeline)
     curve = {0: evaluations[_REGULAR], min(mpcpa.per_class or n_drawn, n_drawn): evaluations[_MPCPA]}
     for n in mpcpa.curve:
         curve[n] = curve.get(n) or run_method(_MPCPA, pipeline.replace_keys(mpcpa={"per_class": n}))[1]
     document = _build_document(context, runs, evaluations, curve)
     write_sealed(runs[_MPCPA].path / BASELINES_FILE, document)
     return document
+
+
+def _fedavg_rounds(pipeline: Pipeline) -> int:
+    return pipeline.find_section(Mpcpa).fedavg_rounds or pipeline.train.rounds
 
 
 def _check_request(context: RunContext) -> None:
@@ -115,6 +124,7 @@ def _build_document(
 ) -> _BaselinesDocument:
     study, pipeline = context.study, context.pipeline
     rule = pipeline.find_section(Mpcpa).aggregate
+    curves = [(n, score_method(_MPCPA, evaluation), evaluation) for n, evaluation in sorted(curve.items())]
     return {
         "run": study.relative_path(runs[_MPCPA].path),
         "runs": {method: study.relative_path(run.path) for method, run in runs.items()},
@@ -125,38 +135,64 @@ def _build_document(
         "aggregated": {name: evaluations[method]["aggregated"]["rules"] for name, method in _ROW_PREFIXES.items()},
         "transfers": {
             "mpcpa": runs[_MPCPA].require_summary()["communication"]["messages"],
-            "fedavg": 2 * len(context.sites) * pipeline.train.rounds,
+            "fedavg": 2 * len(context.sites) * _fedavg_rounds(pipeline),
         },
         "memorization": [_read_memorization(study, name) for name in context.names],
         "curve": [
             {
                 "per_class": n,
-                "sites": {site_scores["site"]: site_scores["accuracy"] for site_scores in evaluation["sites"]},
-                "mean": evaluation["merged"]["accuracy"]["mean"],
+                "sites": {site: scores["accuracy"] for site, scores in scored.sites.items()},
+                "mean": scored.mean["accuracy"],
                 "aggregated": evaluation["aggregated"]["rules"][rule]["accuracy"],
             }
-            for n, evaluation in sorted(curve.items())
+            for n, scored, evaluation in curves
         ],
     }
 
 
+class MethodScores(NamedTuple):
+    """The scores of one method's own model on the merged test set.
+
+    Attributes:
+        model: its name, "private" where it stays at its site and "shared" where all sites have the same.
+        sites: scores of each site's.
+        mean: over the sites, whose models may differ by their initial weights.
+    """
+
+    model: str
+    sites: dict[str, _Scores]
+    mean: _Scores
+
+
+def score_method(method: str, evaluation: Json) -> MethodScores:
+    """Select the scores of a method's own model by name, in the document of `evaluate` on a merged test set.
+
+    The evaluation's other scores are of whatever answers: it can be a site's local model, or an ensemble with it.
+    """
+    ((model, role),) = available_models(METHODS[method]).items()
+    sites = {row["site"]: {name: row["models"][role][name] for name in SCORES} for row in evaluation["sites"]}
+    mean = {name: evaluation["models"][role]["merged"][name]["mean"] for name in SCORES}
+    return MethodScores(model, sites, mean)
+
+
 def _build_rows(rule: str, evaluations: Mapping[str, Json]) -> Iterator[dict[str, str | float | None]]:
-    def select_scores(evaluation: Json) -> dict[str, float | None]:
-        return {name: evaluation[name] for name in SCORES}
+    scored = {method: score_method(method, evaluation) for method, evaluation in evaluations.items()}
 
-    def mean_scores(method: str) -> dict[str, float | None]:
-        """Return means over the sites' models, trained alike from different initial weights."""
-        return {name: evaluations[method]["merged"][name]["mean"] for name in SCORES}
+    def build_mean_row(label: str, method: str) -> dict[str, str | float | None]:
+        return {"row": label, "model": scored[method].model, **scored[method].mean}
 
     for prefix, method in _ROW_PREFIXES.items():
-        for k, evaluation in enumerate(evaluations[method]["sites"], 1):
-            yield {"row": f"{prefix}{k}", "site": evaluation["site"], **select_scores(evaluation)}
+        model, sites, _ = scored[method]
+        for k, (site, scores) in enumerate(sites.items(), 1):
+            yield {"row": f"{prefix}{k}", "site": site, "model": model, **scores}
     for prefix, method in _ROW_PREFIXES.items():
-        yield {"row": f"mean {prefix}", **mean_scores(method)}
+        yield build_mean_row(f"mean {prefix}", method)
     for prefix, method in _ROW_PREFIXES.items():
-        yield {"row": f"aggregated {prefix}", **select_scores(evaluations[method]["aggregated"]["rules"][rule])}
+        rules = evaluations[method]["aggregated"]["rules"]
+        scores = {name: rules[rule][name] for name in SCORES}
+        yield {"row": f"aggregated {prefix}", "model": scored[method].model, **scores}
     for label, method in (("all original", _JOINT), ("all generated", _GENERATED), ("FedAvg", _FEDAVG)):
-        yield {"row": label, **mean_scores(method)}
+        yield build_mean_row(label, method)
 
 
 def _read_memorization(study: Study, site: str) -> dict[str, object]:

@@ -56,7 +56,8 @@ class _GanTrainer(GeneratorTrainer):
         self.phases = {"before": gan.iterations}
         if gan.privacy_iterations:
             self.phases["after"] = gan.iterations + gan.privacy_iterations
-        privacy = {name: getattr(gan, f"privacy_{name}") for name in ("weight", "quantile", "images")}
+        names = ("weight", "quantile", "images") if gan.privacy_loss == "hinge" else ("weight", "images", "loss")
+        privacy = {name: getattr(gan, f"privacy_{name}") for name in names}
         self.settings = {
             "shape": asdict(shape),
             "terms": describe_terms(gan),
@@ -84,10 +85,10 @@ class _GanTrainer(GeneratorTrainer):
         return draw_samples(self.state.average, labels, seed=0)
 
     def _build_keepaway(self) -> Keepaway:
-        """Return the privacy loss, with a margin from distances between the site's images and fixed references."""
+        """Return the privacy loss, a hinge with a margin from distances between the site's images, and references."""
         gan, state, lpips = self._gan, self.state, self._lpips
         assert lpips is not None
-        if state.margin is None:
+        if state.margin is None and gan.privacy_loss == "hinge":
             margin_images = self.real_images.sample_rows(_MARGIN_IMAGES, gan.seed)
             state.margin = compute_margin(lpips, normalize_pixels(margin_images.images), gan.privacy_quantile)
         if not gan.privacy_images:
