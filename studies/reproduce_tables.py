@@ -174,6 +174,8 @@ class Claim:
     @property
     def cells(self) -> list[str]:
         """Return its line of the table."""
+        if not self.difference.values:
+            return [self.figure, self.text, "–", "0", "not measured"]
         shifted = replace(self.difference, values=tuple(value + self.tolerance for value in self.difference.values))
         return [self.figure, self.text, str(self.difference), str(len(self.difference.values)), shifted.verdict]
 

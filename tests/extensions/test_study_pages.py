@@ -1,14 +1,21 @@
 """Tables of the studies' pages are those of their rows, and no row is of another model than its name says."""
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_rel
+
+from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.stores.patch_store import PatchStore
 
 sys.path.append(str(Path(__file__).parents[2] / "studies"))
 import mpcpa
 import pages
+import reproduce
+import reproduce_tables
 import synthesis
 
 STUDIES = Path(pages.__file__).parent
@@ -25,6 +32,85 @@ def test_the_tables_of_replay_are_those_of_its_rows():
     page = (STUDIES / "SYNTHESIS.md").read_text("utf-8")
     tables = synthesis.render_tables(pages.read_rows(synthesis.ROWS))
     assert pages.fill_page(page, tables) == page, "python studies/synthesis.py show --page studies/SYNTHESIS.md"
+
+
+def test_the_tables_of_proxyfl_are_those_of_its_rows():
+    page = (STUDIES / "REPRODUCE.md").read_text("utf-8")
+    tables = reproduce_tables.render_tables(reproduce.read_rows())
+    assert pages.fill_page(page, tables) == page, "python studies/reproduce.py page"
+
+
+def make_row(method, seed, accuracy, settings="", **columns):
+    known = dict.fromkeys((field.name for field in fields(reproduce.Row)), "")
+    known |= {"data": "mnist", "skew": "random-major:0.8", "pipeline": "mnist", "method": method, "seed": seed}
+    known |= {"rounds": 300, "accuracy": accuracy, "settings": settings, "epsilon": "0", "cpu_minutes": "6"}
+    return reproduce.Row(**known | columns)
+
+
+def test_claims_compare_pairs_of_seeds_and_say_what_was_not_shown():
+    ours, theirs = (0.7, 0.8, 0.9), (0.6, 0.75, 0.7)
+    rows = [make_row("proxyfl", seed, f"{a - 0.1} {a + 0.1}") for seed, a in enumerate(ours)]
+    rows += [make_row("fml", seed, str(a)) for seed, a in enumerate(theirs)]
+    rows += [make_row("regular", seed, "0.3 0.3", macro_accuracy="0.2 0.4") for seed in (0, 1)]
+    rows.append(make_row("joint", 0, "0.99", rounds=10))  # of another size
+    claims = {claim.text: claim.cells[2:] for claim in reproduce_tables.list_claims(rows)}
+    interval = ttest_rel(ours, theirs).confidence_interval(0.95)
+    assert claims["MNIST: ProxyFL is ahead of FML"] == [
+        f"+0.117 ({interval.low:+.3f} to {interval.high:+.3f})",
+        "3",
+        "not shown",
+    ]
+    assert claims["MNIST: ProxyFL is ahead of Regular"][1:] == ["2", "not shown"]
+    assert claims["MNIST: Joint is ahead of ProxyFL"] == ["–", "0", "not measured"]
+    for values, verdict in (((0.1, 0.11, 0.12), "holds"), ((-0.1, -0.11, -0.12), "does not hold")):
+        assert reproduce_tables.Difference(values).verdict == verdict
+    line = reproduce_tables.render_line(rows, reproduce.Trial("regular"), "Regular")
+    assert line == ["Regular", "0.300 ± 0.000", "0.300 to 0.300", "0.300 ± 0.100", "–", "–", "2"]
+
+
+def test_what_has_a_line_is_not_trained_again():
+    study = reproduce.STUDIES["mnist"]
+    rows = [make_row("proxyfl", 3, "0.5"), make_row("regular", 0, "0.5", settings=reproduce.NO_DP)]
+    left = reproduce.list_left(["mnist", "mnist"], rows)
+    assert len(left) == len(study) * 5 - 2
+    assert (reproduce.Trial("proxyfl"), 3) not in left and (reproduce.Trial("regular"), 0) in left
+
+
+def test_a_score_of_another_model_than_the_private_one_is_no_row():
+    line = {
+        "round": 1,
+        "own": {"accuracy": 0.5, "macro_accuracy": 0.4},
+        "merged": {"accuracy": 0.25, "macro_accuracy": 0.2},
+    }
+    found = reproduce.read_scores([[line | {"model": "private", "proxy": {"accuracy": 0.1}}], [line]])
+    assert found == {
+        "accuracy": "0.2500 0.2500",
+        "macro_accuracy": "0.2000 0.2000",
+        "proxy_accuracy": "0.1000",
+        "curve": "1:0.2500",
+    }
+    with pytest.raises(SystemExit, match="the model scored is local"):
+        reproduce.read_scores([[line | {"model": "local"}]])
+
+
+@pytest.mark.parametrize("method", ["proxyfl", "joint"])
+def test_a_run_is_of_its_division_and_joint_has_all_its_images(tmp_path, monkeypatch, method):
+    monkeypatch.setattr(reproduce, "N_SITES", 2)
+    monkeypatch.setattr(reproduce, "PER_SITE", 30)
+    y = np.arange(600) % 10
+    x = np.random.default_rng(0).integers(0, 256, (600, 28, 28), np.uint8)
+    np.savez(tmp_path / "images.npz", x_train=x, y_train=y, x_test=x[:20], y_test=y[:20])
+    trial = reproduce.Trial(method, (reproduce.MLP, "train.batch_size=10"))
+    study = reproduce.make_study(tmp_path / "study", tmp_path / "images.npz", trial, 1)
+    if method == "joint":
+        rows = {name: PatchStore(study.store_path(name)).table for name in ("S1", "S2", "J1")}
+        assert len(rows["J1"]) == len(rows["S1"]) + len(rows["S2"]) == 80
+    row = reproduce.run_trial(tmp_path / "study", tmp_path / "images.npz", trial, 1, rounds=1)
+    assert len(row.values()) == (1 if method == "joint" else 2) and not (tmp_path / "study").exists()
+    n, sites = (60, 1) if method == "joint" else (30, 2)
+    mechanism = Mechanism(1.0, 1.0, 10 / n, n // 10)
+    assert float(row.epsilon) == pytest.approx(epsilon([mechanism], 1e-3), rel=1e-3)
+    assert len(row.accuracy.split()) == sites
 
 
 def test_rows_are_appended_once_and_replace_those_of_their_key(tmp_path):
