@@ -36,7 +36,12 @@ def test_camelyon_is_read_and_cut_as_it_is_downloaded(tmp_path, write, options, 
         records, excluded = read_site(site.layout, resolve_sources(study, site))
         assert excluded == [] and sorted(r.supervision for r in records) == ["annotated", "negative"]
     estimate = estimate_tiling(study, site=None)
-    assert all(row["failed"] == 0 and row["patches"] > 0 for row in estimate["sites"])
+    assert all(row["failed"] == 0 and row["patches"] > 6 for row in estimate["sites"])
+    (limited,), (eager,) = (
+        estimate_tiling(study, site=sites[0], overrides=[key])["sites"]
+        for key in ("tile.max_per_site=6", "tile.min_tumor=0")
+    )
+    assert limited["patches"] == 6 and eager["patches"] > estimate["sites"][0]["patches"]
 
 
 @pytest.mark.parametrize("header", CLINICAL_HEADERS)
