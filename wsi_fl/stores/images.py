@@ -128,11 +128,11 @@ def _find_idx(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-def _read_idx(folder: Path) -> _Arrays:
-    files = {name: _find_idx(folder, file) for name, file in _IDX_NAMES.items()}
-    if missing := [_IDX_NAMES[name] for name, path in files.items() if path is None]:
+def _read_idx(path: Path) -> _Arrays:
+    files = {name: _find_idx(path, file) for name, file in _IDX_NAMES.items()}
+    if missing := [_IDX_NAMES[name] for name, file in files.items() if file is None]:
         raise OSError(f"{missing[0]} is missing")
-    return {name: _read_idx_file(path) for name, path in files.items() if path is not None}
+    return {name: _read_idx_file(file) for name, file in files.items() if file is not None}
 
 
 def _read_idx_file(path: Path) -> NDArray[np.uint8]:
