@@ -9,6 +9,7 @@ from wsi_fl.slides.layouts import read_site
 from wsi_fl.stages.prepare.estimate_tiling import estimate_tiling
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.slide_lists import resolve_sources
+from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.study.folder import Study
 
 INSTITUTIONS = ["tcga-pittsburgh", "tcga-indivumed", "tcga-asterand", "tcga-mskcc"]
@@ -37,11 +38,11 @@ def test_camelyon_is_read_and_cut_as_it_is_downloaded(tmp_path, write, options, 
         assert excluded == [] and sorted(r.supervision for r in records) == ["annotated", "negative"]
     estimate = estimate_tiling(study, site=None)
     assert all(row["failed"] == 0 and row["patches"] > 6 for row in estimate["sites"])
-    (limited,), (eager,) = (
-        estimate_tiling(study, site=sites[0], overrides=[key])["sites"]
-        for key in ("tile.max_per_site=6", "tile.min_tumor=0")
-    )
-    assert limited["patches"] == 6 and eager["patches"] > estimate["sites"][0]["patches"]
+    (eager,) = estimate_tiling(study, site=sites[0], overrides=["tile.min_tumor=0"])["sites"]
+    assert eager["patches"] > estimate["sites"][0]["patches"]
+    for command in (estimate_tiling, tile_slides):
+        (limited,) = command(study, site=sites[0], overrides=["tile.max_per_site=6"])["sites"]
+        assert limited["patches"] == 6
 
 
 @pytest.mark.parametrize("header", CLINICAL_HEADERS)

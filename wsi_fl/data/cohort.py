@@ -63,11 +63,6 @@ class Cohort:
     def __len__(self) -> int:
         return len(self.obs)
 
-    @property
-    def has_choice(self) -> NDArray[np.bool_]:
-        """bool[n], whether more than one class is possible a priori; a model cannot be wrong about the others."""
-        return np.ones(len(self), bool) if self.allowed is None else self.allowed.sum(1) > 1
-
     def __getitem__(self, rows: NDArray[np.bool_] | _Rows) -> Cohort:
         """Return the examples of a mask bool[n], or at rows int64[m] in this order."""
         chosen, show = np.arange(len(self))[np.asarray(rows)], self.show

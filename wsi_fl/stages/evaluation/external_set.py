@@ -13,6 +13,7 @@ from wsi_fl.data.tasks import POSSIBLE_CLASSES
 from wsi_fl.stages.evaluation.load_models import load_prediction_models
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.site.site_data import select_choices
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.types import SPLITS, UsageError
 
@@ -98,5 +99,7 @@ def _load_external_patches(context: RunContext, name: str, classes: tuple[str, .
     data = context.open_data(name)
     if (other_classes := data.classes) != classes:
         raise UsageError(f"evaluate.external: site {name} has other classes, {', '.join(other_classes)}")
-    parts = [data.load_examples(split) for split in SPLITS]
-    return concatenate_examples([part[part.has_choice] for part in parts if part.has_choice.any()])
+    parts = [select_choices(data.load_examples(split)) for split in SPLITS]
+    if not any(map(len, parts)):
+        raise UsageError(f"evaluate.external: no slide of site {name} has a choice of diagnosis")
+    return concatenate_examples([part for part in parts if len(part)])

@@ -205,7 +205,7 @@ class SiteData:
         """Return the examples of a split, in memory where they fit; for measuring only those with a choice of class."""
         examples = self._select_split(split)
         if split != "train" and not self.receives:
-            examples = examples[examples.has_choice]
+            examples = select_choices(examples)
         examples = examples.load_inputs()
         if isinstance(self.store, PatchStore):
             self.store.close_shards()  # a process may hold the stores of hundreds of sites
@@ -219,9 +219,10 @@ class SiteData:
     def count_unscored(self) -> dict[str, int]:
         """Return the number of test examples whose tumour type has one diagnosis, which none can miss, by type."""
         examples = self._select_split("test")
-        if self.receives or examples.has_choice.all():
+        if self.receives or examples.allowed is None:
             return {}
-        return dict(Counter(read_names(examples.obs["tumor_type"][~examples.has_choice]).tolist()))
+        has_choice = examples.allowed.sum(1) > 1
+        return dict(Counter(read_names(examples.obs["tumor_type"][~has_choice]).tolist()))
 
     def _find_allowed(self, examples: Cohort) -> NDArray[np.bool_] | None:
         """Return bool[n, classes], the classes allowed by tumour type; WsiFlError for a label that is not."""
@@ -319,6 +320,11 @@ class SiteData:
 
     def __exit__(self, *_: object) -> None:
         self.store.close()
+
+
+def select_choices(examples: Cohort) -> Cohort:
+    """Return the examples that may have several classes; no model can be wrong about the others."""
+    return examples if examples.allowed is None else examples[examples.allowed.sum(1) > 1]
 
 
 def open_store(study: Study, site: str) -> PatchStore:
