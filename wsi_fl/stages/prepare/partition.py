@@ -189,8 +189,8 @@ def _divide_balanced(y: NDArray[np.int64], n_sites: int, rng: np.random.Generato
             f"--balance-test: class {rarest} has {counts.min()} test images, too few for {n_sites} sites; use fewer "
             "--sites or a larger --test-fraction"
         )
-    drawn = [rng.permutation(np.flatnonzero(y == c))[: n_each * n_sites].reshape(n_sites, n_each) for c in classes]
-    return list(np.concatenate(drawn, axis=1))
+    columns = [rng.permutation(np.flatnonzero(y == c))[: n_each * n_sites].reshape(n_sites, n_each) for c in classes]
+    return list(np.concatenate(columns, axis=1))
 
 
 def _hash_images(images: ImageSet) -> NDArray[np.uint64]:
