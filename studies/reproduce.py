@@ -129,7 +129,7 @@ def with_all_methods(*settings: str, **options: str) -> list[Trial]:
     return [Trial("regular", (*settings, NO_DP), **options), *(Trial(m, settings, **options) for m in METHODS)]
 
 
-SKEWS, ALPHAS, BATCHES = (0.1, 0.5, 0.8, 0.9), (0.1, 0.3, 0.5, 0.7, 0.9), (100, 250, 500)
+SKEWS, ALPHAS, BATCHES = (0.1, 0.5, 0.8), (0.1, 0.5, 0.9), (100, 250, 500)
 MIXED = "mnist_heterogeneous"
 STUDIES: dict[str, list[Trial]] = {
     "mnist": with_all_methods(),
