@@ -35,9 +35,11 @@ import numpy as np
 import torch
 from pages import fill_page
 
+from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.partition import partition_images
 from wsi_fl.stages.prepare.tile import tile_slides
+from wsi_fl.stages.training.summary import load_summary
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
@@ -190,8 +192,12 @@ def estimate_minutes(trial: Trial, rows: Sequence[Row]) -> float:
 
 
 def make_study(folder: Path, source: Path, trial: Trial, seed: int) -> Study:
-    """Divide images among sites of a new study, or tile an archive; for Joint, a single site then holds them all."""
-    if (folder / "made").exists():
+    """Divide images among sites of a new study, or tile an archive; for Joint, a single site then holds them all.
+
+    A study that was left by the same code is used as it is.
+    """
+    note, commit = folder / "made", find_commit()
+    if note.exists() and note.read_text() == commit:
         return Study(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if trial.data == SLIDES:
@@ -207,7 +213,7 @@ def make_study(folder: Path, source: Path, trial: Trial, seed: int) -> Study:
         for name, model in zip(study.site_names(), ARCHITECTURES, strict=True):
             path = study.site_path(name)
             path.write_text(path.read_text() + f'private_model = "{model}"\n')
-    (folder / "made").touch()
+    note.write_text(commit)
     return study
 
 
@@ -232,7 +238,7 @@ def pool_stores(study: Study, sites: Sequence[str]) -> None:
 
 
 def run_trial(folder: Path, source: Path, trial: Trial, seed: int, rounds: int | None = None) -> Row:
-    """Train one run in a study of its own and return its line; the study is removed."""
+    """Train one run in a study of its own, or finish the one that is there, and return its line."""
     torch.set_num_threads(1)
     keep_freed_memory()
     began, rounds = time.process_time(), rounds or trial.rounds
@@ -247,9 +253,15 @@ def run_trial(folder: Path, source: Path, trial: Trial, seed: int, rounds: int |
         *trial.settings,
     ]
     method = "regular" if is_joint else trial.method
-    summary = train(study, method=method, pipeline_name=trial.pipeline, overrides=overrides, backend="local")
+    earlier_s = sum(line["seconds"] for line in read_metrics(study, sites))
+    done = [summary for path in study.runs_path.glob("*/") if (summary := load_summary(RunFolder(path)))]
+    summary = (
+        done[0]
+        if done
+        else train(study, method=method, pipeline_name=trial.pipeline, overrides=overrides, backend="local")
+    )
     files = [study.root / summary["run"] / f"sites/{site}/metrics.jsonl" for site in sites]
-    row = Row(
+    return Row(
         **{name: getattr(trial, name) for name in ("data", "skew", "pipeline", "method")},
         settings=" ".join(trial.settings),
         seed=seed,
@@ -257,12 +269,16 @@ def run_trial(folder: Path, source: Path, trial: Trial, seed: int, rounds: int |
         **read_scores([[json.loads(line) for line in path.read_text().splitlines()] for path in files]),
         epsilon=f"{max(site['epsilon'] or 0.0 for site in summary['sites']):.4g}",
         guarantee=summary["sites"][0]["guarantee"],
-        cpu_minutes=f"{(time.process_time() - began) / 60:.2f}",
+        cpu_minutes=f"{(earlier_s + time.process_time() - began) / 60:.2f}",
         date=date.today().isoformat(),
         commit=find_commit(),
     )
-    shutil.rmtree(folder)
-    return row
+
+
+def read_metrics(study: Study, sites: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the lines of metrics of all rounds and sites that an earlier process has trained."""
+    files = [path for site in sites for path in study.runs_path.glob(f"*/sites/{site}/metrics.jsonl")]
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
 def read_scores(metrics: Sequence[Sequence[dict[str, Any]]]) -> dict[str, str]:
@@ -317,7 +333,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train what is left, some runs at a time, and add each line as it ends."""
+    """Train what is left, some runs at a time, and add each line as it ends; a run that fails stops no other."""
     sources = {name: getattr(arguments, name) for name in ("mnist", "fashion_mnist", SLIDES)}
     left = list_left(arguments.studies, read_rows(arguments.rows))
     if missing := {trial.data for trial, _ in left if sources[trial.data] is None}:
@@ -329,16 +345,24 @@ def run(arguments: argparse.Namespace) -> None:
         initargs=(os.getpid(),),
         max_tasks_per_child=1,
     ) as pool:
-        jobs = {}
+        jobs, n_failed = {}, 0
         for trial, seed in left:
             words = [trial.data, trial.skew, trial.pipeline, trial.method, *trial.settings, str(seed)]
             folder = arguments.folder / "_".join(words).replace(":", "")
-            jobs[pool.submit(run_trial, folder, sources[trial.data], trial, seed)] = " ".join(words)
+            jobs[pool.submit(run_trial, folder, sources[trial.data], trial, seed)] = folder
         for n, job in enumerate(as_completed(jobs), 1):
-            row = job.result()
+            place, folder = f"{n} of {len(jobs)}: {jobs[job].name}", jobs[job]
+            try:
+                row = job.result()
+            except (Exception, SystemExit) as error:
+                n_failed += 1
+                print(f"{place}: failed: {error}", flush=True)
+                continue
             append_row(row, arguments.rows)
-            accuracy = np.mean(row.values())
-            print(f"{n} of {len(jobs)}: {jobs[job]}: {accuracy:.3f}, {row.cpu_minutes} CPU minutes", flush=True)
+            shutil.rmtree(folder)
+            print(f"{place}: {np.mean(row.values()):.3f}, {row.cpu_minutes} CPU minutes", flush=True)
+    if n_failed:
+        raise SystemExit(f"{n_failed} runs failed; the same command tries them again")
 
 
 def plan(arguments: argparse.Namespace) -> None:

@@ -70,9 +70,15 @@ def test_auroc_and_roc_are_those_of_sklearn_and_of_counting(n, m, n_values, seed
 @given(st.integers(2, 30), st.integers(2, 30), st.integers(1, 6), st.integers(0, 999))
 def test_the_accuracy_of_a_threshold_is_judged_on_the_halves_that_did_not_choose_it(n, m, n_values, seed):
     rng = np.random.default_rng(seed)
-    members, others = rng.integers(n_values, size=n) + 0.5, rng.integers(n_values, size=m) * 1.0
-    draw, right = np.random.default_rng(0), []
-    (a, b), (c, d) = (np.array_split(x[draw.permutation(len(x))], 2) for x in (members, others))
+    patients = [[f"{k % (size - 1 or 1)}" for k in range(size)] for size in (n + 1, m + 1)]  # the first has two rows
+    members, others = rng.integers(n_values, size=n + 1) + 0.5, rng.integers(n_values, size=m + 1) * 1.0
+    draw, right, halves = np.random.default_rng(0), [], []
+    for x, names in zip((members, others), patients, strict=True):
+        order = draw.permutation(len(set(names)))
+        first = {sorted(set(names))[k] for k in range(len(order)) if order[k] < (len(order) + 1) // 2}
+        is_first = np.array([name in first for name in names])
+        halves.append((x[is_first], x[~is_first]))
+    (a, b), (c, d) = halves
 
     def share(threshold, members, others):
         return (np.mean(members >= threshold) + np.mean(others < threshold)) / 2
@@ -82,15 +88,29 @@ def test_the_accuracy_of_a_threshold_is_judged_on_the_halves_that_did_not_choose
         between = [-np.inf, *((low + high) / 2 for low, high in pairwise(values)), np.inf]
         best = max(between, key=lambda t, x=x, y=y: round(share(t, x, y), 9))
         right.append(share(best, z, w))
-    assert threshold_accuracy(members, others) == pytest.approx(np.mean(right))
+    assert threshold_accuracy(members, others, *map(np.array, patients)) == pytest.approx(np.mean(right))
 
 
 def test_the_accuracy_of_a_threshold_has_one_half_as_chance_however_many_members_there_are():
     rng = np.random.default_rng(1)
-    assert threshold_accuracy(rng.normal(size=4000), rng.normal(size=400)) == pytest.approx(0.5, abs=0.05)
-    assert threshold_accuracy(np.arange(5, 9.0), np.arange(4.0)) == 1.0
-    assert threshold_accuracy(np.ones(9), np.ones(3)) == 0.5
-    assert threshold_accuracy(np.ones(1), np.ones(3)) is None
+
+    def of_patients(members, others):
+        return threshold_accuracy(members, others, *(np.arange(len(x)).astype(str) for x in (members, others)))
+
+    assert of_patients(rng.normal(size=4000), rng.normal(size=400)) == pytest.approx(0.5, abs=0.05)
+    assert of_patients(np.arange(5, 9.0), np.arange(4.0)) == 1.0
+    assert of_patients(np.ones(9), np.ones(3)) == 0.5
+    assert of_patients(np.ones(1), np.ones(3)) is None
+
+
+def test_the_accuracy_of_a_threshold_does_not_recognise_patients():
+    """Losses differ between patients alone: who knew a patient's other rows would be right too often."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(200):
+        levels = [np.repeat(rng.normal(size=n), 50) for n in (8, 4)]
+        names = [np.repeat(np.arange(n).astype(str), 50) for n in (8, 4)]
+        found.append(threshold_accuracy(*levels, *names))
+    assert np.mean(found) < 0.52
 
 
 def test_true_positives_at_few_false_alarms_need_a_thousand_non_members():

@@ -15,6 +15,7 @@ from training_runs import of_site, run_of, trained
 from wsi_fl.privacy.accounting import epsilon, plan_mechanism
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.training import train as stage
+from wsi_fl.stages.training import unfinished_runs
 from wsi_fl.types import WsiFlError
 
 study = pair
@@ -116,9 +117,34 @@ def test_a_run_of_other_settings_or_data_is_left_alone_and_named_with_its_charge
     more = change(interrupted) or ()
     assert again(interrupted, "train.rounds=3", *more) == (2, 3)
     told = capsys.readouterr().err
-    assert "unfinished, with other settings or stores: 00001-proxyfl-small (charged for 2 rounds)" in told
+    assert "unfinished, with other settings, stores or versions: 00001-proxyfl-small (charged for 2 rounds)" in told
     assert "`wsi-fl train --resume 00001-proxyfl-small` would go on" in told
     assert max(charged_rounds(interrupted, "S0")["00001-proxyfl-small"]) == 2
+
+
+def test_a_run_that_another_version_began_is_not_gone_on_with(interrupted, monkeypatch, capsys):
+    monkeypatch.setattr(unfinished_runs, "collect_versions", lambda: {"torch": "9.9"})
+    assert again(interrupted, "train.rounds=3") == (2, 3)
+    assert "stores or versions: 00001-proxyfl-small (charged for 2 rounds)" in capsys.readouterr().err
+
+
+def test_a_run_along_a_graph_that_was_edited_since_is_not_gone_on_with(study):
+    graph, settings = study.root / "graph.json", ("train.rounds=3", "topology.graph=graph.json")
+    there_and_back = [["S0", "S1"], ["S1", "S0"]]
+    graph.write_text(json.dumps({"rounds": [there_and_back]}))
+    with interrupted_after(3):
+        trained(study, "proxyfl", *settings)
+    graph.write_text(json.dumps({"rounds": [there_and_back, []]}))
+    assert again(study, *settings)[0] == 2
+
+
+def test_a_damaged_unfinished_run_does_not_keep_others_from_training(interrupted):
+    edit(next(interrupted.runs_path.glob("0*/sites/S1/store.json")), "{", "torn")
+    assert again(interrupted, "train.rounds=3") == (2, 3)
+    edit(next(interrupted.runs_path.glob("00001*/manifest.json")), "{", "torn")
+    with interrupted_after(3):
+        again(interrupted, "train.rounds=3")
+    assert stage.resume_series(interrupted, "00003") is None  # as for any run without a series
 
 
 def test_of_several_unfinished_runs_the_newest_goes_on(interrupted):

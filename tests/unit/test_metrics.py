@@ -18,6 +18,7 @@ from wsi_fl.data.metrics import (
     confusion_matrix,
     find_operating_point,
     mean_and_sd,
+    share_interval,
 )
 from wsi_fl.data.prediction_table import score_voting_rules
 from wsi_fl.data.tasks import CLASSES, POSSIBLE_CLASSES, score_intervals, score_predictions
@@ -82,6 +83,12 @@ def test_classes_that_an_example_cannot_have_do_not_help_its_auroc():
     assert found["auroc"] == pytest.approx(np.mean(expected)) and abs(found["auroc"] - 0.5) < 0.15
     plain = score_predictions(p, labels)
     assert plain["auroc"] > 0.8 and plain["accuracy"] == found["accuracy"], "random answers, told apart by type"
+    exact = np.zeros((84, 4))  # two types of two diagnoses, 40 and 2 patients of each, all told apart
+    rows = np.repeat(np.arange(4), (40, 2, 40, 2))
+    exact[np.arange(84), rows ^ 1], exact[np.arange(84), rows] = 0.1, 0.9
+    for task, pairs in ((POSSIBLE_CLASSES, (2, 2, 2, 2)), (CLASSES, (40, 2, 40, 2))):
+        low, _ = score_intervals(exact, rows, np.arange(84).astype(str), task, repeats=9)["auroc"]
+        assert low == pytest.approx(np.mean([share_interval(1.0, n)[0] for n in pairs]))
     everything = POSSIBLE_CLASSES.predict(torch.from_numpy(rng.normal(size=(400, 5)))).numpy()
     assert score_predictions(everything, labels, POSSIBLE_CLASSES) == score_predictions(everything, labels)
 

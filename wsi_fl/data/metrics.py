@@ -270,26 +270,31 @@ def bootstrap_intervals(
     return intervals
 
 
-def build_exact_interval(measure: Measure, labels: Labels, cluster: NDArray[np.str_]) -> _ExactInterval:
+def build_exact_interval(
+    measure: Measure, labels: Labels, cluster: NDArray[np.str_], possible: NDArray[np.bool_] | None = None
+) -> _ExactInterval:
     """Return a function for the exact intervals of classification scores that no resample changes.
 
     An accuracy is a share of the clusters. Macro-accuracy is the mean of such shares over the clusters of each class:
     two correct patients of a class prove little. An AUROC of 0 or 1 rests on pairs of which no two share a cluster; any
-    other constant AUROC comes from equal scores, which rank no pair.
+    other constant AUROC comes from equal scores, which rank no pair. `possible` is that of `build_class_measure`.
     """
 
     def count_clusters(rows: NDArray[np.bool_]) -> int:
         return len(np.unique(cluster[rows]))
 
     def compute_interval(name: str, value: float) -> list[float] | None:
-        classes = [labels == c for c in np.unique(labels)]
+        names = np.unique(labels)
+        classes = [labels == c for c in names]
         if name == "macro_accuracy":
             shares = measure(np.stack(classes).astype(np.int32))["accuracy"]
             ends = [share_interval(s, count_clusters(rows)) for s, rows in zip(shares, classes, strict=True)]
         elif name == "auroc" and value not in (0, 1):
             ends = [(value, value)]
         elif name == "auroc":
-            ends = [share_interval(value, min(count_clusters(rows), count_clusters(~rows))) for rows in classes]
+            pairs = [(labels == c, labels != c if possible is None else possible[:, c] & (labels != c)) for c in names]
+            counts = [min(map(count_clusters, pair)) for pair in pairs]
+            ends = [share_interval(value, n) for n in counts if n] or [share_interval(value, 0)]
         else:
             ends = [share_interval(value, len(np.unique(cluster)))]
         return [float(end) for end in np.mean(ends, axis=0)]

@@ -327,7 +327,7 @@ def score_intervals(
     """
     measure = task.build_measure(predictions, truth)
     if task.kind == "classes":
-        exact = build_exact_interval(measure, truth, cluster)
+        exact = build_exact_interval(measure, truth, cluster, predictions > 0 if task is POSSIBLE_CLASSES else None)
     else:
         exact = partial(_constant_interval, task, len(np.unique(cluster)))
     return bootstrap_intervals(measure, task.scores, cluster, exact, repeats=repeats)

@@ -89,17 +89,31 @@ def _threshold_tpr(members: _Scores, descending: _Scores, fpr: float) -> float:
     return 1.0 if allowed >= len(descending) else float((members > descending[allowed]).mean())
 
 
-def threshold_accuracy(members: _Scores, others: _Scores, *, seed: int = 0) -> float | None:
+def threshold_accuracy(
+    members: _Scores,
+    others: _Scores,
+    member_patients: NDArray[np.str_],
+    other_patients: NDArray[np.str_],
+    *,
+    seed: int = 0,
+) -> float | None:
     """Return the accuracy of telling members from others by one threshold on the score, 0.5 by chance.
 
-    The threshold is the best for a random half of both and judged on the other halves, then the other way round; the
-    mean of both counts. Members and others weigh the same, as in the game of Yeom et al. (2018), so that their numbers
-    do not matter. It can be below 0.5. None with fewer than two of either.
+    The threshold is the best for a random half of the patients of both and judged on the other halves, then the other
+    way round; the mean of both counts. Whole patients are divided, since a patient's losses are alike. Members and
+    others weigh the same, as in the game of Yeom et al. (2018), so that their numbers do not matter. It can be below
+    0.5. None with fewer than two patients of either.
+
+    Args:
+        member_patients, other_patients: the patient of each row.
     """
-    if min(len(members), len(others)) < 2:
-        return None
-    rng = np.random.default_rng(seed)
-    halves = [np.array_split(scores[rng.permutation(len(scores))], 2) for scores in (members, others)]
+    rng, halves = np.random.default_rng(seed), []
+    for scores, patients in ((members, member_patients), (others, other_patients)):
+        names, patient = np.unique(fill_patient_names(patients), return_inverse=True)
+        if len(names) < 2:
+            return None
+        is_first = (rng.permutation(len(names)) < (len(names) + 1) // 2)[patient]
+        halves.append((scores[is_first], scores[~is_first]))
     accuracies = []
     for fitted, judged in ((0, 1), (1, 0)):
         threshold = _best_threshold(*(half[fitted] for half in halves))

@@ -36,6 +36,7 @@ from wsi_fl.stages.evaluation.load_models import is_trained_with_dp
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.run_context import RunContext, restore_study
+from wsi_fl.stages.site.site_data import select_choices
 from wsi_fl.stages.training.build_sites import load_canaries, load_training
 from wsi_fl.stages.training.checks import list_traits
 from wsi_fl.stages.training.initial_models import build_model
@@ -143,7 +144,7 @@ def _audit_site(context: RunContext, index: int, *, merged: bool, level: float) 
     name, pipeline = context.names[index], context.pipeline
     data, folder = context.open_data(name), context.run.site_folder(name)
     folder.record_store(data.digest(), data.describe_store())
-    members = load_training(context, name).train
+    members = select_choices(load_training(context, name).train)  # as the others are
     others = {"own": data.test_examples}
     if merged:
         others["merged"] = context.join_tests()
@@ -203,7 +204,7 @@ def _attack_membership(
             "non_members": len(non_member_scores),
             "auroc": attacks.compute_auroc(scores, non_member_scores),
             "interval": interval,
-            "accuracy": attacks.threshold_accuracy(scores, non_member_scores),
+            "accuracy": attacks.threshold_accuracy(scores, non_member_scores, members.patient, examples.patient),
             "alarm": None if interval is None else interval[0] > 0.5,
             "tpr_at_fpr": {
                 f"{rate:g}": attacks.tpr_at_fpr(scores, non_member_scores, rate) for rate in _FALSE_POSITIVE_RATES

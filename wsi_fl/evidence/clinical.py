@@ -99,7 +99,8 @@ def _describe_runs(
     for site in first.members:
         runs = [patients for context in contexts if (patients := _load_patients(context, site, by))]
         if runs:
-            rows.append(_describe_site(site.name, runs, prevalence, least))
+            has_types = bool(contexts[0].pipeline.subtypes)
+            rows.append(_describe_site(site.name, runs, prevalence, least, has_types=has_types))
     if not rows:
         return None
     return {
@@ -151,12 +152,19 @@ def _load_patients(context: RunContext, site: SiteFile, by: str | None) -> _Site
     return _SitePatients(rows, table, any_counts, point)
 
 
-def _describe_site(name: str, runs: Sequence[_SitePatients], prevalence: float | None, least: int) -> Json:
-    """Return the measures of a site by class; of two classes the second one is the case."""
-    table, points, patients = runs[0].table, {run.point for run in runs}, pd.concat([run.rows for run in runs])
+def _describe_site(
+    name: str, runs: Sequence[_SitePatients], prevalence: float | None, least: int, *, has_types: bool = False
+) -> Json:
+    """Return the measures of a site by class; of two classes the second one is the case.
+
+    In a study of tumour types (`has_types`) those of a diagnosis are among the patients who may have it, whose
+    probability is above 0.
+    """
+    table, points, all_patients = runs[0].table, {run.point for run in runs}, pd.concat([run.rows for run in runs])
     has_local = all("truth_local" in run.rows for run in runs)
     class_rows = {}
     for k in [1] if len(table.outputs) == 2 else range(len(table.outputs)):
+        patients = all_patients[all_patients[k] > 0] if has_types else all_patients
         score, predicted, truth = (patients[column].to_numpy() for column in (k, "predicted", "truth"))
         positive, case, group_rows, difference = predicted == k, truth == k, None, None
         if has_local:

@@ -96,13 +96,18 @@ def run(sites: list[Site], recipe: Recipe, comm: Comm, report: _Report) -> None:
             site.folder.write_document("prediction_model", choice)
 
 
-def _weigh_site(site: Site, membership: Membership) -> float:
-    """Return a site's weight n_k / n in the mean of a round, times the number of sites (McMahan et al., 2017).
+_UNIT_WEIGHT = 2.0**-30
+"""The weight of one unit where models weigh by units; a mean does not depend on it."""
 
-    It is 0 for a site that takes no part.
+
+def _weigh_site(site: Site, membership: Membership) -> float:
+    """Return a site's weight n_k in the mean of a round (McMahan et al., 2017), in a unit that keeps it below 1.
+
+    It depends on the site alone, since a release that is sent again after a restart must not depend on who is present
+    then. It is 0 for a site that takes no part.
     """
-    n_units = {index: site.announced_units[index][0] for index in membership.present}
-    return n_units[site.index] * len(n_units) / sum(n_units.values()) if site.index in n_units else 0.0
+    n_units: int = site.announced_units[site.index][0]
+    return n_units * _UNIT_WEIGHT if site.index in membership.present else 0.0
 
 
 def _buffer_hops(recipe: Recipe, comm: Comm, round_: int, present: Sequence[int]) -> list[Matrix]:

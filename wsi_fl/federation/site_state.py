@@ -218,7 +218,7 @@ def release_model(site: Site, method: Method, round_: int, *, weight: float | No
     """Return the release of a round, recorded in the ledger first (Algorithm 1, line 7); None for none.
 
     Args:
-        weight: of the model in the mean of this round, 1 on average over sites; by default its PushSum weight.
+        weight: of the model in the mean of this round; by default its PushSum weight.
     """
     if not site.active or site.receives:
         return None

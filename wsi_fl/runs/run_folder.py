@@ -218,6 +218,8 @@ class RunFolder:
                 return False
         except WsiFlError:
             return True
+        except OSError:  # another user's, which may not be locked
+            return False
 
     def refuse_if_busy(self) -> None:
         """Refuse a second job on the run, which would record dropouts and returns of the first one's sites."""
@@ -228,7 +230,7 @@ class RunFolder:
     def discard_if_unstarted(self) -> None:
         """Remove the directory of a run that failed before any site had finished a round."""
         if not any(self.path.glob("sites/*/state/*")):
-            shutil.rmtree(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)  # on NFS its lock may still be open
 
     def site_folder(self, name: str) -> SiteFolder:
         return SiteFolder(self.path / "sites" / name)

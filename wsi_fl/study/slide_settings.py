@@ -46,13 +46,13 @@ class TileSettings(Section):
     regions, or regions to ignore. The names of Camelyon, ASAP and QuPath are built in."""
     balance: bool = True
     """Whether a site keeps equally many patches of each label. The choice depends on all of the site's slides, so a
-    privacy guarantee that must cover tiling needs `false`."""
+    privacy guarantee that must cover tiling needs `false`, and no `max_per_site`."""
     max_per_slide: int | None = Field(None, ge=1, le=1_000_000_000)
     """Largest number of patches of one slide, drawn at random. By default there is no limit."""
     max_per_site: int = Field(0, ge=0, le=1_000_000_000)
     """Largest number of patches of a site, for training and test together, drawn at random as equally as possible from
-    each patient and each slide of a patient; 0 is no limit. The choice depends on all of the site's slides, as with
-    `balance`."""
+    each patient and each slide of a patient, at least one of each label with `balance`; 0 is no limit. The choice
+    depends on all of the site's slides, as with `balance`."""
     qc: dict[_Artifact, Annotated[float, Field(ge=0, le=1)]] = Field({})
     """Artifacts for which patches are excluded, with the largest share of a patch that each may cover: marker ink
     (pen), regions that were not scanned (black), and blur. A list, ["pen", "blur"], takes the default shares: 0.05 of

@@ -191,9 +191,8 @@ def _read_slide_annotations(survey: SlideSurvey, params: PlanParams) -> Annotati
 
 def _explain_no_tumor(n: int, tumor: NDArray[np.float32], artifacts: NDArray[np.str_], params: PlanParams) -> str:
     """Explain why none of the n patches of a slide with outlined tumour is tumour."""
-    reason = (
-        f"its outlines cover at most {tumor.max():.0%} of a patch with tissue, and {params.min_tumor:.0%} is needed"
-    )
+    needed = f"{params.min_tumor:.0%} is needed" if params.min_tumor else "some is needed"
+    reason = f"its outlines cover at most {tumor.max():.0%} of a patch with tissue, and {needed}"
     if len(artifacts):
         reason = f"{len(artifacts)} that are tumour were excluded ({describe_reasons(artifacts)})"
     return f"labelled tumour and outlined, but none of its {n} patches is tumour: {reason}"
@@ -210,9 +209,10 @@ def _explain_no_patch(
             f"{100 * tissue.max():.4g}%); lower tile.min_tissue or tile.size_px"
         )
     touches_tumor = rows & (tumor > 0)
+    share = f"are less than {100 * params.min_tumor:.4g}% tumour" if params.min_tumor else "touch tumour"
     return (
         f"{rows.sum()} of {len(tissue)} grid positions hold {100 * params.min_tissue:.4g}% tissue, of these "
-        f"{touches_tumor.sum()} are less than {100 * params.min_tumor:.4g}% tumour, {(rows & (unsure > 0)).sum()} "
+        f"{touches_tumor.sum()} {share}, {(rows & (unsure > 0)).sum()} "
         f"touch outlines without a group and {(rows & (tumor == 0)).sum()} lie outside on a slide whose supervision is "
         f"{survey.record.supervision}; lower tile.size_px"
     )

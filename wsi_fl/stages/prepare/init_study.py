@@ -116,7 +116,7 @@ def init_study(
         raise UsageError(f"unknown pipeline {pipeline!r}; shipped: {', '.join(sorted(pipelines))}")
     if archive is not None and layout is not None and pipeline is not None:
         mosaics = Study(folder).load_pipeline(pipeline).train.data == "mosaics"
-        contents = _survey_archive(archive, layout, tables or ArchiveTables(), needs_labels=mosaics)
+        contents = _survey_archive(archive, layout, tables or ArchiveTables(), pipeline if mosaics else None)
         sites = {site.name: _render_site_file(site, contents, real) for site in contents.sites}
         pipelines = {pipeline: _adapt_pipeline(pipeline, pipelines[pipeline], contents)}
     else:
@@ -137,10 +137,11 @@ def init_study(
 
 def _adapt_pipeline(name: str, text: str, contents: _ArchiveContents) -> str:
     """Return the text of a shipped pipeline with the sites of its study, if the archive has more, and the subtypes."""
-    study_sites, others = _STUDY_SITES.get(name, ()), {site.name for site in contents.sites}
-    if study_sites and set(study_sites) < others:
+    found = [site.name for site in contents.sites]
+    study_sites = _select_sites(name, found)
+    if left_out_sites := set(found) - set(study_sites):
         text = text.replace("\n[", f"\nsites = {toml_value(list(study_sites))}\n\n[", 1)
-        left_out = ", ".join(sorted(others - set(study_sites), key=natural_key))
+        left_out = ", ".join(sorted(left_out_sites, key=natural_key))
         contents.notes.append(
             f"pipelines/{name}.toml: sites has the four of the published study, without {left_out}; delete it for all"
         )
@@ -159,8 +160,18 @@ def _write_study(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str,
     unfinished.rename(folder / "sites")  # a folder with sites/ is a whole study
 
 
-def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, *, needs_labels: bool) -> _ArchiveContents:
-    """Return the sites of an archive; with labels of whole slides only the sites with diagnoses, and these."""
+def _select_sites(pipeline: str, names: Sequence[str]) -> Sequence[str]:
+    """Return the sites of a published study where an archive has more, else all."""
+    study_sites = _STUDY_SITES.get(pipeline, ())
+    return study_sites if study_sites and set(study_sites) < set(names) else names
+
+
+def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, pipeline: str | None) -> _ArchiveContents:
+    """Return the sites of an archive.
+
+    For a pipeline that needs labels of whole slides these are only the sites with diagnoses, and there are the
+    diagnoses of those that the pipeline selects.
+    """
     archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
     notes = []
     if unknown := sorted(code for site in archive_sites for code in site.unknown_codes):
@@ -175,21 +186,22 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, *, needs_
     columns = _parse_columns(tables.columns)
     sources = {site.name: _build_sources(site, columns) for site in archive_sites}
     notes += _describe_copies(layout, sources.values())
-    if not needs_labels:
+    if pipeline is None:
         return _ArchiveContents(layout, archive_sites, columns, {}, notes)
     labelled_sites: list[ArchiveSite] = []
-    records: list[SlideRecord] = []
+    site_records: dict[str, list[SlideRecord]] = {}
     for site in archive_sites:
         usable, excluded = list_site(layout, sources[site.name])
         usable = [record for record in usable if record.diagnosis]
-        records += usable
         if usable:
             labelled_sites.append(site)
+            site_records[site.name] = usable
         else:
             first_reason = f"; the first: {excluded[0].slide}: {excluded[0].reason}" if excluded else ""
             notes.append(f"{site.name} is left out: none of its slides has a diagnosis{first_reason}")
     if not labelled_sites:
         raise UsageError(f"{archive}: {notes[-1]}")
+    records = [record for name in _select_sites(pipeline, [*site_records]) for record in site_records[name]]
     # sorted, so that all sites agree on classes
     pairs = sorted({(record.tumor_type, record.diagnosis) for record in records})
     subtypes = {kind: [diagnosis for other, diagnosis in pairs if other == kind] for kind, _ in pairs}

@@ -25,7 +25,7 @@ from wsi_fl.stages.training.checks import collect_versions
 from wsi_fl.stages.training.summary import Summary, load_summary
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.system.files import write_text
+from wsi_fl.system.files import file_sha256, write_text
 from wsi_fl.types import ReportableError, UsageError, WsiFlError
 
 _MAX_TRIES = 10
@@ -334,11 +334,18 @@ def describe_run(
             "argv": ["wsi-fl", *sys.argv[1:]],
             "versions": collect_versions() | {"python": sys.version.split()[0]},
             "git": _read_git_commit(context.study.root),
+            "graph": find_graph_digest(context),
             "config_sha256": hashlib.sha256(settings.encode()).hexdigest(),
         }
     )
     # last, so that the manifest is there by then
     write_text(run.path / "config.toml", settings)
+
+
+def find_graph_digest(context: RunContext) -> str | None:
+    """Return the SHA-256 of the file of the pipeline's graph; None where it is in no file."""
+    graph = context.pipeline.topology.graph or ""
+    return file_sha256(context.study.resolve(graph)) if graph.endswith(".json") else None
 
 
 def record_site_files(study: Study, run: RunFolder, names: Iterable[str]) -> None:

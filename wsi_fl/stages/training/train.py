@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple, TypedDict, cast
@@ -70,9 +70,15 @@ class _RunSeries:
         """Yield the runs of a study that belong to a series, each with its series."""
         for path in sorted(study.runs_path.glob("[0-9]*-*/config.toml")):
             run = RunFolder(path.parent)
-            if document := run.manifest.get("series"):
-                seeds, sites = tuple(document["seeds"]), tuple(document.get("sites") or ())
-                yield _RunSeries(document["id"], seeds, document.get("folds"), sites), run
+            with suppress(WsiFlError):  # a damaged manifest is of no series
+                if document := run.manifest.get("series"):
+                    yield _RunSeries.parse_document(document), run
+
+    @staticmethod
+    def parse_document(document: Mapping[str, Any]) -> _RunSeries:
+        """Return the series of a run's manifest."""
+        sites = tuple(document.get("sites") or ())
+        return _RunSeries(document["id"], tuple(document["seeds"]), document.get("folds"), sites)
 
     def find_runs(self, study: Study) -> dict[SeriesMember, RunFolder]:
         """Return the existing runs by member, without settings common to all, such as a fold of the pipeline."""
@@ -376,9 +382,9 @@ def resume_series(
         return None
     run = RunFolder(study.find_run(run_name))
     manifest = run.manifest
-    series = next((series for series, member in _RunSeries.list_series(study) if member.id == run.id), None)
-    if series is None:
+    if not (document := manifest.get("series")):
         return None
+    series = _RunSeries.parse_document(document)
     pipeline = load_run_pipeline(run.path / "config.toml")
     method, name = manifest["method"], manifest["pipeline"]
     return _complete_series(study, series, method, name, pipeline, backend=backend, watcher=watcher or SilentProgress())

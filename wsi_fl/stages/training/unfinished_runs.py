@@ -1,7 +1,8 @@
 """The unfinished runs of a study: a repeated `train` goes on with one, so that no round is charged twice.
 
-A run is repeated where method, pipeline, sites, site files and stores are the same. The commands that work on a run
-hold its lock, so that a second one neither goes on with it meanwhile nor begins another unasked.
+A run is repeated where method, pipeline, graph, sites, site files, stores and versions of the code are the same. The
+commands that work on a run hold its lock, so that a second one neither goes on with it meanwhile nor begins another
+unasked.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.privacy_account import costs_epsilon
 from wsi_fl.stages.site.run_context import RunContext
+from wsi_fl.stages.training.checks import collect_versions
 from wsi_fl.stages.training.resume import (
     RunRequest,
     RunState,
     RunStates,
     describe_run,
+    find_graph_digest,
     note_participants,
     open_run,
     select_run,
@@ -105,7 +108,7 @@ def _find_common_run(context: RunContext, request: RunRequest, comm: Comm) -> Ru
     common = [state["identity"] for state in first["runs"] if all(state["identity"] in ids for ids in identities)]
     run = runs[common[0]] if common else None
     if comm.running[0] in comm.sites:
-        unfinished.report_choice(run, resume=not request.is_new)
+        unfinished.report_choice(run, resume=not request.is_new, is_common=True)
     return None if request.is_new else run
 
 
@@ -132,18 +135,23 @@ class UnfinishedRuns:
         """Return the newest unfinished run that the context repeats; None without one."""
         return next((run for run in self.run_folders if is_repeated(run, self._context, self._sites)), None)
 
-    def report_choice(self, repeated: RunFolder | None, *, resume: bool) -> None:
-        """Print which run goes on, and which others are unfinished though charged."""
+    def report_choice(self, repeated: RunFolder | None, *, resume: bool, is_common: bool = False) -> None:
+        """Print which run goes on, and which others are unfinished though charged.
+
+        What is printed for ranks (`is_common`) may be read elsewhere, so there real sites' other runs are not named.
+        """
         if repeated is not None:
             print_message(f"  {self._describe_repeated(repeated, resume=resume)}", "" if resume else "yellow")
+            return
+        if is_common and any(site.real for site in self._context.sites):
             return
         charged = {run.name: n for run in self.run_folders if (n := self._count_charged(run)) and not run.is_at_work()}
         if charged:
             names = [f"{name} (charged for {n} rounds)" for name, n in charged.items()][:_MAX_SHOWN_RUNS]
             more = f" and {len(charged) - _MAX_SHOWN_RUNS} more" if len(charged) > _MAX_SHOWN_RUNS else ""
             print_message(
-                f"  unfinished, with other settings or stores: {', '.join(names)}{more}; `wsi-fl train --resume "
-                f"{next(iter(charged))}` would go on with it",
+                f"  unfinished, with other settings, stores or versions: {', '.join(names)}{more}; `wsi-fl train "
+                f"--resume {next(iter(charged))}` would go on with it",
                 "yellow",
             )
 
@@ -204,14 +212,20 @@ def is_repeated(run: RunFolder, context: RunContext, sites: Sequence[str]) -> bo
     """Return whether a run has the method and settings of a context, and the site files and stores of these sites."""
     try:
         run.refuse_changed_settings()
-        pipeline, method = load_run_pipeline(run.path / "config.toml"), run.manifest["method"]
-    except WsiFlError:  # edited since, or of another version
+        pipeline, manifest = load_run_pipeline(run.path / "config.toml"), run.manifest
+        if pipeline != context.pipeline.model_copy(update={"sites": context.names}):
+            return False
+        if (manifest["method"], manifest.get("graph")) != (context.name, find_graph_digest(context)):
+            return False
+        if not collect_versions().items() <= manifest["versions"].items():
+            return False
+        pinned = context.study.freeze_sites().pin_run(run.path)
+        if any(pinned.find_changed_settings(name) for name in context.names):
+            return False
+        count_rounds(run)
+        return all(_has_same_inputs(run, context, name) for name in sites)
+    except (WsiFlError, OSError):  # edited since, damaged, or of another version
         return False
-    if method != context.name or pipeline != context.pipeline.model_copy(update={"sites": context.names}):
-        return False
-    pinned = context.study.freeze_sites().pin_run(run.path)
-    is_edited = any(pinned.find_changed_settings(name) for name in context.names)
-    return not is_edited and all(_has_same_inputs(run, context, name) for name in sites)
 
 
 def _has_same_inputs(run: RunFolder, context: RunContext, name: str) -> bool:
