@@ -137,9 +137,9 @@ def init_study(
 
 def _adapt_pipeline(name: str, text: str, contents: _ArchiveContents) -> str:
     """Return the text of a shipped pipeline with the sites of its study, if the archive has more, and the subtypes."""
-    found = [site.name for site in contents.sites]
-    study_sites = _select_sites(name, found)
-    if left_out_sites := set(found) - set(study_sites):
+    names = [site.name for site in contents.sites]
+    study_sites = _select_sites(name, names)
+    if left_out_sites := set(names) - set(study_sites):
         text = text.replace("\n[", f"\nsites = {toml_value(list(study_sites))}\n\n[", 1)
         left_out = ", ".join(sorted(left_out_sites, key=natural_key))
         contents.notes.append(
