@@ -22,6 +22,7 @@ from wsi_fl.data.batches import load_batches
 from wsi_fl.data.cohort import Cohort, concatenate_examples, find_allowed_classes, pack_bags, sample_patches
 from wsi_fl.demo import simulated_slides
 from wsi_fl.evidence.audit_run import audit_run
+from wsi_fl.evidence.clinical import describe_clinically
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.local_training import predict_examples
 from wsi_fl.models import BAG_BUILDERS, create_model, mil
@@ -295,6 +296,11 @@ def test_slides_without_a_choice_of_diagnosis_are_trained_on_and_not_scored(tmp_
     for row in document["sites"]:
         assert (row["n"], row["own"]["n"], set(row["tumor_types"])) == (4, 2, {"lung"})
         assert row["accuracy"] < 1  # of random weights
+    for entry in audit_run(study, name)["sites"]:
+        members = entry["models"][0]["membership"]["own"]["members"]
+        assert members == 4, "of the eight slides that train, those without a choice have a loss of 0"
+    clinical = describe_clinically(study, [name])["sites"][0]
+    assert clinical["classes"]["LUAD"]["n"] == 4, "others cannot have it"
     assert "which have one diagnosis in this study" in " ".join(str(line) for line in render_evaluation_lines(document))
     monkeypatch.setitem(TYPES, "lung", ("LUAD",))
     monkeypatch.setitem(TYPES, "more", ("LUSC",))

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from wsi_fl.data.prediction_table import PredictionTable
+from wsi_fl.data.tasks import POSSIBLE_CLASSES
 from wsi_fl.evidence import clinical_metrics as measures
 from wsi_fl.evidence.clinical_metrics import MIN_SUBGROUP
 from wsi_fl.evidence.clinical_section import build_clinical_cells, build_clinical_section, list_clinical_findings
@@ -99,7 +100,7 @@ def _describe_runs(
     for site in first.members:
         runs = [patients for context in contexts if (patients := _load_patients(context, site, by))]
         if runs:
-            has_types = bool(contexts[0].pipeline.subtypes)
+            has_types = first.task is POSSIBLE_CLASSES
             rows.append(_describe_site(site.name, runs, prevalence, least, has_types=has_types))
     if not rows:
         return None
@@ -158,13 +159,15 @@ def _describe_site(
     """Return the measures of a site by class; of two classes the second one is the case.
 
     In a study of tumour types (`has_types`) those of a diagnosis are among the patients who may have it, whose
-    probability is above 0.
+    probability is above 0; where nobody may, it has none.
     """
     table, points, all_patients = runs[0].table, {run.point for run in runs}, pd.concat([run.rows for run in runs])
     has_local = all("truth_local" in run.rows for run in runs)
     class_rows = {}
     for k in [1] if len(table.outputs) == 2 else range(len(table.outputs)):
         patients = all_patients[all_patients[k] > 0] if has_types else all_patients
+        if patients.empty:
+            continue
         score, predicted, truth = (patients[column].to_numpy() for column in (k, "predicted", "truth"))
         positive, case, group_rows, difference = predicted == k, truth == k, None, None
         if has_local:
