@@ -29,7 +29,7 @@ from wsi_fl.study.renamed import RENAMED
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "AGENTS", "SECURITY")]
-PAGES += [*sorted((ROOT / "docs").rglob("[!_]*.md"))]
+PAGES += [page for page in sorted((ROOT / "docs").rglob("[!_]*.md")) if "_build" not in page.parts]
 PAGES += sorted((ROOT / "studies").glob("*.md"))
 FILES = ("csv", "onnx", "json", "jsonl", "toml", "py", "h5", "png", "tif", "html", "safetensors", "head")
 
