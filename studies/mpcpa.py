@@ -24,7 +24,17 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pages import NO_ROWS, Row, append_rows, describe_origin, describe_rows, fill_page, read_rows, render_table
+from pages import (
+    NO_ROWS,
+    Row,
+    append_rows,
+    build_parser,
+    describe_origin,
+    describe_rows,
+    fill_page,
+    read_rows,
+    render_table,
+)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -333,9 +343,7 @@ def show_study(arguments: argparse.Namespace) -> None:
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    run = commands.add_parser("run")
+    parser, run = build_parser(__doc__, ROWS, run_study, show_study)
     run.add_argument("data", type=Path, help="folder of two classes of images")
     run.add_argument("--folder", type=Path, default=Path("mpcpa_studies"), help="for the studies")
     run.add_argument("--pipeline", default="mpcpa_small")
@@ -343,13 +351,6 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--size-px", type=int, default=32)
     run.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     run.add_argument("--settings", nargs="+", default=[setting.name for setting in SETTINGS])
-    run.add_argument("--commit", help="of the code, where this is no checkout")
-    run.set_defaults(work=run_study)
-    show = commands.add_parser("show")
-    show.add_argument("--page", type=Path)
-    show.set_defaults(work=show_study)
-    for command in (run, show):
-        command.add_argument("--rows", type=Path, default=ROWS)
     return parser.parse_args(given)
 
 

@@ -6,16 +6,38 @@ test renders the rows again and compares.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 Row = Mapping[str, str]
 NO_ROWS = "No rows yet."
 """In place of a table."""
+
+
+Work = Callable[[argparse.Namespace], None]
+
+
+def build_parser(
+    description: str | None, rows: Path, run: Work, show: Work
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Return the parser of a study's commands `run` and `show`, and that of `run` for more options.
+
+    The function of the command given is `work` of its arguments.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    parsers = {work: commands.add_parser(name) for name, work in (("run", run), ("show", show))}
+    for work, command in parsers.items():
+        command.set_defaults(work=work)
+        command.add_argument("--rows", type=Path, default=rows)
+    parsers[run].add_argument("--commit", help="of the code, where this is no checkout")
+    parsers[show].add_argument("--page", type=Path)
+    return parser, parsers[run]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

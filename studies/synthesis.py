@@ -18,7 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from pages import NO_ROWS, Row, append_rows, describe_origin, describe_rows, fill_page, read_rows, render_table
+from pages import (
+    NO_ROWS,
+    Row,
+    append_rows,
+    build_parser,
+    describe_origin,
+    describe_rows,
+    fill_page,
+    read_rows,
+    render_table,
+)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -149,22 +159,13 @@ def show_study(arguments: argparse.Namespace) -> None:
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    run = commands.add_parser("run")
+    parser, run = build_parser(__doc__, ROWS, run_study, show_study)
     run.add_argument("data", type=Path, help="a npz of patches with two classes")
     run.add_argument("--folder", type=Path, default=Path("synthesis_studies"), help="for the studies")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     run.add_argument("--per-site", type=int, default=200)
     run.add_argument("--partitions", type=int, nargs="+", default=[0, 1])
     run.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    run.add_argument("--commit", help="of the code, where this is no checkout")
-    run.set_defaults(work=run_study)
-    show = commands.add_parser("show")
-    show.add_argument("--page", type=Path)
-    show.set_defaults(work=show_study)
-    for command in (run, show):
-        command.add_argument("--rows", type=Path, default=ROWS)
     return parser.parse_args(given)
 
 
