@@ -86,13 +86,16 @@ def build_perceptron(*widths: int) -> list[nn.Module]:
 def _build_convolutions(
     in_channels: int, blocks: Sequence[Sequence[int]], norm: Callable[[int], nn.Module]
 ) -> list[nn.Module]:
-    """Return conv(3×3), normalisation and ReLU for each width of each block, with 2×2 pooling after a block."""
+    """Return conv(3×3), normalisation and ReLU for each width of each block, with 2×2 pooling before its last ReLU.
+
+    Pooling and ReLU give the same in either order, and ReLU is cheaper on a quarter of the numbers.
+    """
     layers: list[nn.Module] = []
     for block in blocks:
         for width in block:
             layers += [nn.Conv2d(in_channels, width, 3, padding=1), norm(width), nn.ReLU()]
             in_channels = width
-        layers.append(nn.MaxPool2d(2))
+        layers.insert(-1, nn.MaxPool2d(2))
     return layers
 
 
@@ -106,23 +109,23 @@ def _build_two_rounds(
     widths: Sequence[int],
     hidden: Sequence[int],
 ) -> nn.Module:
-    """Build two stages of convolution without padding, ReLU and 2×2 pooling; then linear layers with ReLU between."""
+    """Build two stages of convolution without padding, 2×2 pooling and ReLU; then linear layers with ReLU between."""
     side = ((size_px - kernel + 1) // 2 - kernel + 1) // 2
     if side < 1:
         raise UsageError(f"{name} needs images of at least {3 * kernel + 1} px, not {size_px}")
     layers: list[nn.Module] = []
     for width_in, width_out in pairwise((in_channels, *widths)):
-        layers += [nn.Conv2d(width_in, width_out, kernel), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(width_in, width_out, kernel), nn.MaxPool2d(2), nn.ReLU()]
     return nn.Sequential(*layers, nn.Flatten(), *build_perceptron(widths[1] * side**2, *hidden, n_classes))
 
 
 def _build_gn_cnn(n_classes: int, in_channels: int, size_px: int, *, name: str, widths: Sequence[int]) -> nn.Module:
-    """Build conv(3×3), GroupNorm(1 group), ReLU and, except after the last, pooling; mean; fc(n_classes)."""
+    """Build conv(3×3), GroupNorm(1 group), pooling except after the last, and ReLU; mean; fc(n_classes)."""
     if size_px < 16:
         raise UsageError(f"{name} needs images of at least 16 px, not {size_px}")
     layers = _build_convolutions(in_channels, [(width,) for width in widths], partial(nn.GroupNorm, 1))
-    end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], n_classes)
-    return nn.Sequential(*layers[:-1], *end)
+    del layers[-2]  # the last pooling
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], n_classes))
 
 
 def _build_mlp(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
