@@ -13,6 +13,7 @@ import typer
 
 from wsi_fl.cli.main import app
 from wsi_fl.study.renamed import new_name
+from wsi_fl.system.machine import let_threads_sleep
 from wsi_fl.types import UsageError, WsiFlError, make_printable
 
 _WrongUsage: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -27,6 +28,7 @@ _INTERRUPTED_MESSAGE = "interrupted; finished work is kept; start the same comma
 def main() -> None:
     """Run the command; every failure is one line on stderr and exit code 1 (failed) or 2 (wrong usage)."""
     gc.set_threshold(20_000)  # imported modules are no garbage: collecting them takes a tenth of a start
+    let_threads_sleep()
     os.umask(os.umask(0o077) | 0o077)  # files may hold patients' data: readable by their owner alone
     try:
         code = app(standalone_mode=False)

@@ -178,3 +178,14 @@ def test_freed_memory_is_reused_and_not_returned_to_the_system(monkeypatch):
     assert kept < 16 < count_faults()
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072")
     assert count_faults("keep") > kept  # a setting of the user stays
+
+
+@pytest.mark.parametrize(
+    ("load", "given", "policy"), [(0.5, None, None), (64.0, None, "passive"), (64.0, "active", "active")]
+)
+def test_threads_sleep_on_a_busy_machine_unless_told_otherwise(monkeypatch, load, given, policy):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_WAIT_POLICY": given})
+    machine.let_threads_sleep()
+    assert os.environ.get("OMP_WAIT_POLICY") == policy

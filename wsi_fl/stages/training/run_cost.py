@@ -33,7 +33,7 @@ from wsi_fl.stages.training.checks import check_budgets, check_run, report_doubt
 from wsi_fl.stages.training.site_preflight import build_preflight
 from wsi_fl.stages.training.step_timing import StepTime, batch_size_of, time_steps
 from wsi_fl.study.folder import Study
-from wsi_fl.system.machine import peak_bytes
+from wsi_fl.system.machine import is_busy, peak_bytes
 from wsi_fl.types import Images
 
 _MIN_UNITS_EPSILON = 600.0
@@ -115,6 +115,8 @@ def dry_run(
         paying = [site for site in assembled if site.name not in context.receivers]
         affordable = {document["site"]: document["affordable"] for document in documents}
         times = time_steps(paying, context, watcher or SilentProgress())
+        if is_busy():
+            print_message("  this machine is busy: times are longer than on idle cores", style="yellow")
         rows = [_measure_cost(site, context, affordable[site.name], times[site.name]) for site in paying]
     seconds = [row["seconds"] for row in rows]
     return {
