@@ -7,6 +7,7 @@ from file_changes import edit
 from wsi_fl.stages.training import run_cost, step_timing
 from wsi_fl.stages.training.run_cost import dry_run, plan_lines
 from wsi_fl.stages.training.step_timing import StepTime, measure_step
+from wsi_fl.stores.patch_store import PatchStore
 
 
 class Clock:
@@ -78,3 +79,26 @@ def test_an_estimate_from_a_part_of_a_batch_says_so(pair, taken, monkeypatch):
     assert [*plan_lines(cost)][-1].text.endswith("; estimated from a step on 2 of 18 rows")
     peak = run_cost.peak_bytes()
     assert cost["memory_bytes"] >= peak  # and what the other site's models need in a step
+
+
+def test_a_dry_run_reads_the_patches_of_its_steps_alone(tmp_path, taken, monkeypatch):
+    study, n_read, read = make_study(tmp_path / "study", 2), [], PatchStore.read
+
+    def count_and_read(self, rows):
+        n_read.append(len(rows))
+        return read(self, rows)
+
+    monkeypatch.setattr(PatchStore, "read", count_and_read)
+    dry_run(study, method="regular", backend="local")
+    n_sizes = 2 * 3 * 2  # a patch tells the size of those of a split
+    assert sum(n_read) <= sum(n for _, n in taken) + n_sizes < 2 * 60
+
+
+def test_a_dry_run_counts_the_memory_of_all_examples_where_they_fit(tmp_path, monkeypatch):
+    study = make_study(tmp_path / "study", 2)
+    monkeypatch.setattr(run_cost, "peak_bytes", lambda: 0)
+    memory = dry_run(study, method="regular", backend="local")["memory_bytes"]
+    stores = [PatchStore(study.store_path(site)) for site in study.site_names()]
+    kept = sum(len(store.table.split) * store.meta.spec.size_px**2 * 3 for store in stores)
+    monkeypatch.setattr(run_cost, "IN_MEMORY_BYTES", 0)
+    assert memory - dry_run(study, method="regular", backend="local")["memory_bytes"] == kept

@@ -208,21 +208,30 @@ class Cohort:
         """Return the same images at size_px × size_px."""
         return replace(self, read=lambda rows: downsample_pixels(self.read(rows), size_px))
 
+    def count_bytes(self) -> int:
+        """Return the bytes of all inputs in memory."""
+        if not len(self):
+            return 0
+        if self.is_bags:
+            return int(self.obs["n_patches"].sum()) * (self._bag_width() - 1) * np.float32().nbytes
+        return self.read(np.zeros(1, np.int64)).nbytes * len(self)
+
+    def _bag_width(self) -> int:
+        """Return the features of a bag's patch, and one for the mark of padding."""
+        return int(self.read(np.zeros(0, np.int64)).shape[-1])
+
     def load_inputs(self, limit_bytes: int = IN_MEMORY_BYTES) -> Cohort:
         """Return the same examples, read now and kept in memory if they fit in `limit_bytes`; bags with `at_once`."""
         if not len(self):
             return self
+        fits = self.count_bytes() <= limit_bytes
         if self.is_bags:
-            sizes, width = self.obs["n_patches"], self.read(np.zeros(0, np.int64)).shape[-1]
-            bags = replace(self, at_once=max(1, _MAX_BAG_VALUES // (int(sizes.max()) * width)))
-            if int(sizes.sum()) * (width - 1) * np.float32().nbytes > limit_bytes:
-                return bags
-            return replace(
-                bags, read=partial(_read_bags, [self._read_features(np.array([k])) for k in range(len(self))])
-            )
-        first = self.read(np.zeros(1, np.int64))
-        if first.nbytes * len(self) > limit_bytes:
+            at_once = max(1, _MAX_BAG_VALUES // (int(self.obs["n_patches"].max()) * self._bag_width()))
+            features = [self._read_features(np.array([k])) for k in range(len(self))] if fits else []
+            return replace(self, at_once=at_once, read=partial(_read_bags, features) if fits else self.read)
+        if not fits:
             return self
+        first = self.read(np.zeros(1, np.int64))
         inputs = np.empty((len(self), *first.shape[1:]), first.dtype)
         step = _READ_IMAGES if first.dtype == np.uint8 else _READ_FEATURES
         for start in range(0, len(self), step):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self, cast
 
-from wsi_fl.data.cohort import Cohort, concatenate_examples
+from wsi_fl.data.cohort import IN_MEMORY_BYTES, Cohort, concatenate_examples
 from wsi_fl.data.cross_site_counts import CrossSiteCounts, CrossSiteScores, score_cross_site
 from wsi_fl.data.tasks import Task
 from wsi_fl.federation.methods import METHODS, Method
@@ -50,6 +50,7 @@ class RunContext:
         run: its folder; not written in a dry run.
         sites: the files of all, in order.
         common_sites: the sites whose released statistics all sites have; None for all files here.
+        in_memory_bytes: examples of a split that take no more are kept in memory.
     """
 
     study: Study
@@ -58,6 +59,7 @@ class RunContext:
     run: RunFolder
     sites: tuple[SiteFile, ...]
     common_sites: frozenset[str] | None = None
+    in_memory_bytes: int = IN_MEMORY_BYTES
     _opened: dict[str, SiteData] = field(default_factory=dict)
     _stores: ExitStack = field(default_factory=ExitStack)
 
@@ -182,7 +184,8 @@ class RunContext:
     def open_data(self, site: str) -> SiteData:
         """Return the store of a site, opened at the first call."""
         if site not in self._opened:
-            self._opened[site] = self._stores.enter_context(open_data(self.study, site, self.pipeline))
+            data = open_data(self.study, site, self.pipeline, self.in_memory_bytes)
+            self._opened[site] = self._stores.enter_context(data)
         return self._opened[site]
 
     def load_cross_site_scores(self) -> CrossSiteScores | None:

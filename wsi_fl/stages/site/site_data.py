@@ -68,8 +68,16 @@ class SiteData:
         labelled: the slides with a label for `[target]`; None without.
     """
 
-    def __init__(self, study: Study, site: str, pipeline: Pipeline, store: PatchStore | BagStore) -> None:
+    def __init__(
+        self,
+        study: Study,
+        site: str,
+        pipeline: Pipeline,
+        store: PatchStore | BagStore,
+        in_memory_bytes: int = IN_MEMORY_BYTES,
+    ) -> None:
         self.study, self.site, self.pipeline, self.store = study, site, pipeline, store
+        self._in_memory_bytes = in_memory_bytes
         file, target = study.load_site(site), pipeline.target
         self.kind, self.task, self.receives = find_example_kind(pipeline), find_task(pipeline), file.is_receiver
         self.labelled: Cohort | None = None
@@ -206,7 +214,7 @@ class SiteData:
         examples = self._select_split(split)
         if split != "train" and not self.receives:
             examples = select_choices(examples)
-        examples = examples.load_inputs()
+        examples = examples.load_inputs(self._in_memory_bytes)
         if isinstance(self.store, PatchStore):
             self.store.close_shards()  # a process may hold the stores of hundreds of sites
         return examples
@@ -413,8 +421,8 @@ def load_patches(store: PatchStore, split: str, input_px: int | None, in_memory_
     return (chosen.resize_images(input_px) if input_px else chosen).load_inputs(in_memory_bytes)
 
 
-def open_data(study: Study, site: str, pipeline: Pipeline) -> SiteData:
+def open_data(study: Study, site: str, pipeline: Pipeline, in_memory_bytes: int = IN_MEMORY_BYTES) -> SiteData:
     """Open the store that a pipeline trains on; the error for a missing one names the command to make it."""
     is_images = find_example_kind(pipeline).is_images
     store = open_store(study, site) if is_images else open_bags(study, site, pipeline.train.data)
-    return SiteData(study, site, pipeline, store)
+    return SiteData(study, site, pipeline, store, in_memory_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypedDict
@@ -10,6 +11,7 @@ from typing import TypedDict
 import numpy as np
 import torch
 
+from wsi_fl.data.cohort import IN_MEMORY_BYTES
 from wsi_fl.federation import preflight
 from wsi_fl.federation.site_state import Site
 from wsi_fl.privacy.accounting import Mechanism, epsilon
@@ -102,7 +104,9 @@ def dry_run(
     pipeline = study.load_pipeline(name, overrides)
     with (
         TemporaryDirectory() as folder,  # sites log remarks in their run
-        RunContext.create(study, pipeline, method, RunFolder(Path(folder) / "dry-run")) as context,
+        replace(
+            RunContext.create(study, pipeline, method, RunFolder(Path(folder) / "dry-run")), in_memory_bytes=0
+        ) as context,
     ):
         check_run(context, backend)
         report_doubts(context)
@@ -118,6 +122,7 @@ def dry_run(
         if is_busy():
             print_message("  this machine is busy: times are longer than on idle cores", style="yellow")
         rows = [_measure_cost(site, context, affordable[site.name], times[site.name]) for site in paying]
+        kept_bytes = sum(map(_count_kept_bytes, assembled))
     seconds = [row["seconds"] for row in rows]
     return {
         "method": method,
@@ -127,9 +132,15 @@ def dry_run(
         "inference_sites": [site.name for site in assembled if site.name in context.receivers],
         # on CPUs the sites share the cores; on GPUs each has its own
         "seconds": sum(seconds) if all(site.device.type == "cpu" for site in paying) else max(seconds),
-        "memory_bytes": peak_bytes() + sum(step.n_bytes for step in times.values()),
+        "memory_bytes": peak_bytes() + sum(step.n_bytes for step in times.values()) + kept_bytes,
         "sites": rows,
     }
+
+
+def _count_kept_bytes(site: Site) -> int:
+    """Return the bytes of a site's own examples that training keeps in memory, and a dry run does not."""
+    parts = [part for part in (site.train, site.validation, site.tests.get("own")) if part is not None]
+    return sum(n_bytes for part in parts if (n_bytes := part.count_bytes()) <= IN_MEMORY_BYTES)
 
 
 def _measure_cost(site: Site, context: RunContext, affordable: int, step: StepTime) -> _SiteCost:
