@@ -193,7 +193,7 @@ class CrossSiteScoring:
 
     def _load_last_release(self, site: Site) -> PushSum | None:
         """Return a site's release of the last round, from its checkpoint; None where it may not be passed on."""
-        if self.masked or not self.is_isolated or self.rounds not in site.folder.list_checkpoints():
+        if self.masked or not self.is_isolated or not site.folder.has_checkpoint(self.rounds):
             return None
         tensors, document = site.folder.load_checkpoint(self.rounds)
         if not document["active"] or "push/x" not in tensors:

@@ -68,7 +68,7 @@ def run(sites: list[Site], recipe: Recipe, comm: Comm, report: _Report) -> None:
         releases: dict[int, Release | None] = {}
         has_buffers = bool(_buffer_hops(recipe, comm, round_, range(comm.n_sites)))
         for site in active_sites:
-            if round_ not in site.folder.list_checkpoints():
+            if not site.folder.has_checkpoint(round_):
                 weight = _weigh_site(site, membership) if recipe.counts_units else None
                 releases[site.index] = _train_and_record(
                     site, recipe, round_, report, sends_buffer=has_buffers, weight=weight

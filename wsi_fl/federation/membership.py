@@ -168,11 +168,11 @@ def _find_state(site: Site, round_: int, is_decided: bool) -> _MembershipState:
     if is_decided:
         took_part = site.folder.load_checkpoint(round_)[1]["active"]
         return ("staying" if took_part else "leaving") if site.active else "away"
-    if site.returning and round_ in site.folder.list_checkpoints():  # it waited in this round before the restart
+    if site.returning and site.folder.has_checkpoint(round_):  # it waited in this round before the restart
         return "away"
     if not (site.active or site.returning):
         return "away"
-    is_charged = round_ in site.folder.list_checkpoints()
+    is_charged = site.folder.has_checkpoint(round_)
     if site.plan is not None and not is_charged and not site.ledger.fits_budget(round_, site.plan):
         site.returning = False
         return "leaving" if site.active else "away"

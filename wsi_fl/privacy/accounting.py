@@ -22,20 +22,18 @@ be 0.
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from functools import lru_cache
 from math import ceil, exp, expm1, inf, isfinite, log, log1p
-from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.privacy.renyi import NORMAL_CUTOFF, compute_step_rdp, convert_divergences
 from wsi_fl.types import UsageError
 
 _ORDERS = (*(1 + tenths / 10 for tenths in range(1, 100)), *range(12, 64))
@@ -43,9 +41,6 @@ _ORDERS = (*(1 + tenths / 10 for tenths in range(1, 100)), *range(12, 64))
 WHOLE_ORDERS: tuple[float, ...] = tuple(range(2, 65))
 """Orders for an ε that is computed a hundred times faster and is a little too high."""
 ACCOUNTANT = "rdp"
-_MAX_SIGMA = 1e6
-_LARGE_SIGMA = 20.0
-_GRID_STEP, _UNIT_ROUND_OFF, _INTEGRAL_ROUND_OFF = 1 / 16, 1e-15, 1e-12  # of an integral
 _EPSILON_PRECISION = 1e-12  # relative precision of an exact ε
 _BISECTION_STEPS = 60  # of an interval of rates, to the precision of a float64
 _MIN_REMAINING_SHARE = 0.005  # fraction of the target ε below which no noise multiplier is searched
@@ -91,43 +86,74 @@ def plan_mechanism(n: int, batch_size: int, epochs: float, sigma: float, clip: f
     return Mechanism(sigma, clip, 1 / per_epoch, round(epochs * per_epoch))
 
 
-@cache
-def _load_opacus() -> ModuleType:
-    """Return Opacus's accountant without the rest of the package, whose import takes each rank a second."""
-    package = find_spec("opacus")
-    assert package is not None and package.origin is not None
-    spec = spec_from_file_location("opacus_rdp", Path(package.origin).parent / "accountants" / "analysis" / "rdp.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+class Composition:
+    """Mechanisms applied one after the other, whose sums are kept: ε takes as long however many they are.
 
-
-@lru_cache(maxsize=1024)
-def _compute_step_rdp(sigma: float, sample_rate: float, orders: tuple[float, ...] = _ORDERS) -> NDArray[np.float64]:
-    if sigma > _MAX_SIGMA:
-        raise UsageError(f"sigma {sigma:g} is too large; the accountant goes up to {_MAX_SIGMA:g}")
-    if sigma >= _LARGE_SIGMA:
-        return _integrate_step_rdp(sigma, sample_rate, orders)
-    rdp = _load_opacus().compute_rdp(q=sample_rate, noise_multiplier=sigma, steps=1, orders=list(orders))
-    return np.asarray(rdp, np.float64)
-
-
-def _integrate_step_rdp(sigma: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the divergences by their integral (Mironov et al., 2019, eq. 7); Opacus' series takes seconds here.
-
-    With u = dP/dQ − 1, whose mean is 0, E_Q[(1 + u)^α] = 1 + E_Q[(1 + u)^α − 1 − αu]. This integrand is never negative,
-    so a divergence of 1e-12 keeps the digits that the series loses. The trapezoid rule is exact to round-off for such
-    smooth integrands on the whole line; a bound on round-off is added.
+    Args:
+        mechanisms: the first ones.
+        orders: Rényi orders to take the least bound over; every choice is valid.
     """
-    order = np.asarray(orders)
-    x = np.arange(-_NORMAL_CUTOFF, _NORMAL_CUTOFF + order.max() / sigma + _GRID_STEP, _GRID_STEP)
-    density = np.exp(-(x**2) / 2) * (_GRID_STEP / np.sqrt(2 * np.pi))
-    u = rate * np.expm1(x / sigma - 1 / (2 * sigma**2))
-    linear = np.outer(order, u)
-    remainder = np.maximum(np.expm1(np.outer(order, np.log1p(u))) - linear, 0) + _UNIT_ROUND_OFF * np.abs(linear)
-    rdp: NDArray[np.float64] = np.log1p((remainder @ density) * (1 + _INTEGRAL_ROUND_OFF)) / (order - 1)
-    return rdp
+
+    def __init__(self, mechanisms: Iterable[Mechanism] = (), orders: tuple[float, ...] = _ORDERS) -> None:
+        self.has_noise, self.is_sampled = True, False
+        self._precision = 0.0  # Σ steps / σ²
+        self._orders, self._divergences = orders, np.zeros(len(orders))
+        self._pending: list[Mechanism] = []  # not yet in the divergences, which only sampling needs
+        for mechanism in mechanisms:
+            self.add_mechanism(mechanism)
+
+    def add_mechanism(self, mechanism: Mechanism) -> None:
+        """Add a mechanism; one without steps changes nothing."""
+        if not mechanism.steps:
+            return
+        self._pending.append(mechanism)
+        self.is_sampled |= mechanism.sample_rate != 1
+        if mechanism.sigma > 0:
+            self._precision += mechanism.steps / mechanism.sigma**2
+        else:
+            self.has_noise = False
+
+    @property
+    def gaussian_mu(self) -> float:
+        """Return μ of the composition without sampling, which is one Gaussian mechanism."""
+        return float(self._precision**0.5)
+
+    def sum_divergences(self) -> NDArray[np.float64]:
+        """Return the Rényi divergence for every order, float64[orders], the sum over all steps."""
+        total = self._divergences
+        for mechanism in self._pending:
+            total = total + mechanism.steps * compute_step_rdp(mechanism.sigma, mechanism.sample_rate, self._orders)
+        self._divergences, self._pending = total, []
+        return total
+
+    def with_mechanisms(self, mechanisms: Iterable[Mechanism]) -> Composition:
+        """Return the composition with further mechanisms; this one stays as it is."""
+        if self.is_sampled and self.has_noise:
+            self.sum_divergences()
+        extended = copy(self)
+        extended._pending = [*self._pending]
+        for mechanism in mechanisms:
+            extended.add_mechanism(mechanism)
+        return extended
+
+    def compute_epsilon(self, delta: float | None) -> float:
+        """Return ε at `delta`; 0 without mechanisms, infinite without noise.
+
+        Raises:
+            UsageError: when `delta` is not between 0 and 1.
+        """
+        if delta is None or not 0 < delta < 1:
+            raise UsageError(f"delta must lie between 0 and 1, not {delta}")
+        if not self.has_noise:
+            return inf
+        # 1. without sampling: Gaussian mechanisms compose to one, with μ² = Σ steps / σ²
+        unsampled = _gaussian_epsilon(self.gaussian_mu, delta)
+        # 2. sampling never costs more
+        return min(unsampled, self.renyi_epsilon(delta)) if self.is_sampled else unsampled
+
+    def renyi_epsilon(self, delta: float) -> float:
+        """Return ε at `delta` by Rényi divergences, so that plans can be compared; there must be noise."""
+        return convert_divergences(self.sum_divergences(), self._orders, delta)
 
 
 def epsilon(
@@ -152,16 +178,7 @@ def epsilon(
     if isinstance(mechanisms, Mechanism):
         delta = getattr(mechanisms, "delta", None) if delta is None else delta
         mechanisms = [mechanisms]
-    if delta is None or not 0 < delta < 1:
-        raise UsageError(f"delta must lie between 0 and 1, not {delta}")
-    applied = [mechanism for mechanism in mechanisms if mechanism.steps]
-    if any(mechanism.sigma <= 0 for mechanism in applied):
-        return inf
-    # 1. without sampling: Gaussian mechanisms compose to one, with μ² = Σ steps / σ²
-    unsampled = _gaussian_epsilon(_gaussian_mu(applied), delta)
-    if all(mechanism.sample_rate == 1 for mechanism in applied):
-        return unsampled
-    return min(unsampled, renyi_epsilon(applied, delta, orders))  # sampling never costs more
+    return Composition(mechanisms, orders).compute_epsilon(delta)
 
 
 def renyi_epsilon(mechanisms: Sequence[Mechanism], delta: float, orders: tuple[float, ...] = _ORDERS) -> float:
@@ -170,21 +187,15 @@ def renyi_epsilon(mechanisms: Sequence[Mechanism], delta: float, orders: tuple[f
     Args:
         mechanisms: with noise.
     """
-    # 1. with Poisson sampling: Rényi divergences of every order add up over all steps
-    total = _compose_divergences(mechanisms, orders)
-    # 2. turn each order's divergence into an ε at δ, and take the least
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)  # still an upper bound
-        value, _ = _load_opacus().get_privacy_spent(orders=list(orders), rdp=total, delta=delta)
-    return max(0.0, float(value))
+    return Composition(mechanisms, orders).renyi_epsilon(delta)
 
 
 def pricing_method(mechanisms: Sequence[Mechanism], delta: float) -> Literal["exact", "rdp", "unsampled"]:
     """Return how ε is computed: exactly, by Rényi divergences, or as if nothing was sampled."""
-    applied = [mechanism for mechanism in mechanisms if mechanism.steps]
-    if any(mechanism.sigma <= 0 for mechanism in applied) or all(mechanism.sample_rate == 1 for mechanism in applied):
+    applied = Composition(mechanisms)
+    if not (applied.has_noise and applied.is_sampled):
         return "exact"
-    return "rdp" if renyi_epsilon(applied, delta) < _gaussian_epsilon(_gaussian_mu(applied), delta) else "unsampled"
+    return "rdp" if applied.renyi_epsilon(delta) < _gaussian_epsilon(applied.gaussian_mu, delta) else "unsampled"
 
 
 def max_tpr(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01) -> float:
@@ -202,15 +213,15 @@ def max_tpr(mechanisms: Iterable[Mechanism], false_positive_rate: float = 0.01) 
 
     if not 0 < false_positive_rate < 1:
         raise UsageError(f"a false positive rate must lie between 0 and 1, not {false_positive_rate}")
-    used = [mechanism for mechanism in mechanisms if mechanism.steps]
-    if any(mechanism.sigma <= 0 for mechanism in used):
+    used = Composition(mechanisms)
+    if not used.has_noise:
         return 1.0
     # 1. without sampling: one Gaussian mechanism, whose trade-off curve is Φ(Φ⁻¹(α) + μ)
-    unsampled = float(ndtr(ndtri(false_positive_rate) + _gaussian_mu(used)))
-    if all(mechanism.sample_rate == 1 for mechanism in used):
+    unsampled = float(ndtr(ndtri(false_positive_rate) + used.gaussian_mu))
+    if not used.is_sampled:
         return unsampled
     # 2. with sampling: no event may be further apart than the Rényi divergence of any order allows
-    order, divergence = np.asarray(_ORDERS), _compose_divergences(used, _ORDERS)
+    order, divergence = np.asarray(_ORDERS), used.sum_divergences()
     low, high = np.full(len(order), false_positive_rate), np.ones(len(order))
     for _ in range(_BISECTION_STEPS):
         middle = (low + high) / 2
@@ -226,19 +237,6 @@ def _bernoulli_divergence(p: NDArray[np.float64], q: float, order: NDArray[np.fl
         tails = order * np.log1p(-p) + (1 - order) * np.log1p(-q)
     divergence: NDArray[np.float64] = np.logaddexp(heads, tails) / (order - 1)
     return divergence
-
-
-def _gaussian_mu(mechanisms: Iterable[Mechanism]) -> float:
-    """Return μ of the composition of Gaussian mechanisms without sampling, which is one Gaussian mechanism."""
-    return float(sum(mechanism.steps / mechanism.sigma**2 for mechanism in mechanisms) ** 0.5)
-
-
-def _compose_divergences(mechanisms: Iterable[Mechanism], orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the Rényi divergence of the composition for every order, the sum over all steps."""
-    total = np.zeros(len(orders))
-    for mechanism in mechanisms:
-        total = total + mechanism.steps * _compute_step_rdp(mechanism.sigma, mechanism.sample_rate, orders)
-    return total
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
@@ -314,7 +312,6 @@ MAX_GROUP_EPSILON = 1e3
 """The largest ε that is reported."""
 
 _GROUP_ORDERS = 1 + np.geomspace(0.01, 63, 40)
-_NORMAL_CUTOFF = 12.0  # standard deviations beyond which a normal density is nothing
 _MAX_HALF_WIDTH = 4000.0  # largest half-width of the range of integration; orders that need more are left out
 _GRID_CELLS = 1 << 21
 _LARGE_GROUP = 128  # rows of a group beyond which smaller groups are computed first
@@ -389,7 +386,7 @@ def _group_divergences(sigma: float, rate: float, k: int) -> NDArray[np.float64]
     from scipy.special import logsumexp
 
     # 1. range of integration: at order α the integrand's mass lies up to αk/σ
-    reach = _GROUP_ORDERS * k / sigma + _NORMAL_CUTOFF
+    reach = _GROUP_ORDERS * k / sigma + NORMAL_CUTOFF
     feasible = reach <= max(_MAX_HALF_WIDTH, float(reach[0]))
     divergences = np.full((2, len(_GROUP_ORDERS)), inf)
     if not (feasible.any() and reach[0] <= 10 * _MAX_HALF_WIDTH):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon, max_tpr
+from wsi_fl.privacy.accounting import ACCOUNTANT, Composition, Mechanism, max_tpr
 from wsi_fl.privacy.ledger_file import Guarantee, LedgerEntry
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
@@ -26,6 +26,7 @@ MAX_ATTEMPTS = 3
 """Attempts at secure aggregation under one approval, the limit of what spoiled sums can make other sites spend."""
 
 
+_WEAKEST_FIRST: tuple[Guarantee, ...] = ("none", "nominal", "shared", "guaranteed")
 _MECHANISM_KEYS = ("sigma", "clip", "sample_rate", "steps")
 _PLAN_KEYS = ("n", "batch_size", "mode")
 
@@ -128,36 +129,143 @@ class LedgerRound:
         return [f"{kind} {digest}" for kind, digest in self.releases.items()]
 
 
-def collect_rounds(entries: Iterable[LedgerEntry]) -> list[LedgerRound]:
-    """Return the rounds recorded in lines of a ledger, in the order of their beginnings.
+class RoundHistory:
+    """The rounds recorded in lines of a ledger and their guarantee, at a cost that does not grow with their number.
 
     A round recorded again before any of its content left replaces the earlier record: it is charged once, and its
     earlier content may not leave. Recorded again after that, it is charged once more. Rounds of two sites that share a
     ledger are charged separately, also in one run.
+
+    Attributes:
+        rounds: in the order of their beginnings.
+        n_charged: the number of rounds with a mechanism.
+        last_round, last_final_round: their largest numbers; 0 before the first.
+        units: the privacy units in use: "row", "patient", or both.
     """
-    rounds: list[LedgerRound] = []
-    latest: dict[tuple[str, str], LedgerRound] = {}
-    for entry in entries:
-        key = entry.site, entry.run_id
-        current = latest.get(key)
-        if entry.sending or entry.relayed:
-            if current is not None and current.number == entry.round:
-                current.final = True
-            continue
-        if current is None or current.number != entry.round or (current.final and entry.mechanism):
-            current = latest[key] = LedgerRound(*key, entry.round)
-            rounds.append(current)
+
+    def __init__(self, entries: Iterable[LedgerEntry] = ()) -> None:
+        self.rounds: list[LedgerRound] = []
+        self.n_charged = self.last_round = self.last_final_round = 0
+        self.units: set[str] = set()
+        self._guarantees: set[Guarantee] = set()
+        self._has_unprotected = self._has_known_noise = False
+        self._current: dict[tuple[str, str], LedgerRound] = {}  # by site and run
+        self._newest: dict[int, LedgerRound] = {}  # by number
+        self._earlier, self._n_earlier = Composition(), 0  # of rounds before the last, as far as composed
+        self.add_entries(entries)
+
+    def add_entries(self, entries: Iterable[LedgerEntry]) -> None:
+        """Add further lines."""
+        for entry in entries:
+            self._add_guarantee(entry)
+            if entry.sending or entry.relayed:
+                self._finish_round(entry)
+            else:
+                self._record_round(entry)
+
+    def _add_guarantee(self, entry: LedgerEntry) -> None:
+        is_unprotected = entry.is_unprotected
+        self.units |= collect_units([entry])
+        self._has_unprotected |= is_unprotected
+        self._has_known_noise |= bool(entry.mechanism and entry.insecure)
+        if entry.mechanism or is_unprotected:
+            self._guarantees.add("none" if entry.insecure or is_unprotected else entry.guarantee)
+
+    def _finish_round(self, entry: LedgerEntry) -> None:
+        current = self._current.get((entry.site, entry.run_id))
+        if current is not None and current.number == entry.round:
+            current.final = True
+            self.last_final_round = max(self.last_final_round, current.number)
+
+    def _record_round(self, entry: LedgerEntry) -> None:
+        current = self._find_replaced(entry)
+        if current is None:
+            current = LedgerRound(entry.site, entry.run_id, entry.round)
+            self._current[entry.site, entry.run_id] = self._newest[entry.round] = current
+            self.rounds.append(current)
+            self.last_round = max(self.last_round, entry.round)
         if entry.mechanism is not None:
-            current.mechanism = entry.mechanism.mechanism
+            self._charge_round(current, entry.mechanism.mechanism)
         if entry.released:
             kind, _, digest = entry.released.partition(" ")
             current.releases[kind] = digest
-    return rounds
+
+    def _find_replaced(self, entry: LedgerEntry) -> LedgerRound | None:
+        """Return the round that a line adds to or replaces; None where a round begins."""
+        current = self._current.get((entry.site, entry.run_id))
+        if current is None or current.number != entry.round or (current.final and entry.mechanism):
+            return None
+        return current
+
+    def _charge_round(self, round_: LedgerRound, mechanism: Mechanism) -> None:
+        self.n_charged += round_.mechanism is None
+        if round_ is not self.rounds[-1] and round_.mechanism != mechanism:
+            self._earlier, self._n_earlier = Composition(), 0
+        round_.mechanism = mechanism
+
+    def list_mechanisms(self) -> list[Mechanism]:
+        """Return the mechanisms of all rounds, one for each, equal ones too."""
+        return _list_mechanisms(self.rounds)
+
+    def find_round(self, number: int) -> LedgerRound | None:
+        """Return the round of this number that began last."""
+        return self._newest.get(number)
+
+    def weakest_guarantee(self, terms: Guarantee = "guaranteed") -> Guarantee:
+        """Return the weakest guarantee of the terms and of the lines."""
+        return min({terms, *self._guarantees}, key=_WEAKEST_FIRST.index)
+
+    @property
+    def has_spent(self) -> bool:
+        """Return whether a line has a mechanism, or data of training patients left without privacy."""
+        return bool(self._guarantees)
+
+    def compute_epsilon(self, delta: float, *, seeded: bool = False) -> float | None:
+        """Return ε at a δ, or None where none holds.
+
+        None holds when data of training patients left without privacy, no mechanism is recorded, the lines have
+        different privacy units, or ε is above 100. Noise from a known seed counts where `seeded`, as within a run of
+        tests.
+        """
+        has_known_noise = self._has_known_noise and not seeded
+        if not self.n_charged or self._has_unprotected or has_known_noise or len(self.units) > 1:
+            return None
+        value = self._compose_earlier().with_mechanisms(_list_mechanisms(self.rounds[-1:])).compute_epsilon(delta)
+        return value if value <= MAX_PROTECTIVE_EPSILON else None
+
+    def epsilon_with(self, entry: LedgerEntry, delta: float) -> float:
+        """Return ε at a δ once a further line, with a mechanism, has been added."""
+        assert entry.mechanism is not None
+        replaced, mechanism = self._find_replaced(entry), entry.mechanism.mechanism
+        if replaced is None:
+            later = [*_list_mechanisms(self.rounds[-1:]), mechanism]
+        elif replaced is self.rounds[-1]:
+            later = [mechanism]
+        else:  # seldom: another run has gone on since
+            rounds = [replace(k, mechanism=mechanism) if k is replaced else k for k in self.rounds]
+            return Composition(_list_mechanisms(rounds)).compute_epsilon(delta)
+        return self._compose_earlier().with_mechanisms(later).compute_epsilon(delta)
+
+    def _compose_earlier(self) -> Composition:
+        """Return the composition of all rounds but the last, whose mechanism may still be replaced."""
+        for mechanism in _list_mechanisms(self.rounds[self._n_earlier : -1]):
+            self._earlier.add_mechanism(mechanism)
+        self._n_earlier = max(0, len(self.rounds) - 1)
+        return self._earlier
+
+
+def _list_mechanisms(rounds: Iterable[LedgerRound]) -> list[Mechanism]:
+    return [round_.mechanism for round_ in rounds if round_.mechanism is not None]
+
+
+def collect_rounds(entries: Iterable[LedgerEntry]) -> list[LedgerRound]:
+    """Return the rounds recorded in lines of a ledger, in the order of their beginnings."""
+    return RoundHistory(entries).rounds
 
 
 def collect_mechanisms(entries: Iterable[LedgerEntry]) -> list[Mechanism]:
     """Return the mechanisms of all rounds recorded in lines of a ledger, one for each, equal ones too."""
-    return [round_.mechanism for round_ in collect_rounds(entries) if round_.mechanism is not None]
+    return RoundHistory(entries).list_mechanisms()
 
 
 def reportable_max_tpr(guarantee: str, spent: Sequence[Mechanism]) -> float | None:
@@ -182,30 +290,3 @@ def count_attempts(entries: Iterable[LedgerEntry], site: str, approved: str) -> 
 def collect_units(entries: Iterable[LedgerEntry]) -> set[str]:
     """Return the privacy units in use: "row", "patient", or both."""
     return {str(e.unit) for e in entries if e.mechanism}
-
-
-_WEAKEST_FIRST: tuple[Guarantee, ...] = ("none", "nominal", "shared", "guaranteed")
-
-
-def entries_epsilon(entries: Collection[LedgerEntry], delta: float, *, seeded: bool = False) -> float | None:
-    """Return the ε of lines of a ledger at a δ, or None where no ε holds.
-
-    None holds when data of training patients left without privacy, no mechanism is recorded, the lines have different
-    privacy units, or ε is above 100. Noise from a known seed counts where `seeded`, as within a run of tests.
-    """
-    spent = collect_mechanisms(entries)
-    has_unprotected = any(entry.is_unprotected for entry in entries)
-    has_known_noise = not seeded and any(entry.mechanism and entry.insecure for entry in entries)
-    if not spent or has_unprotected or has_known_noise or len(collect_units(entries)) > 1:
-        return None
-    value = epsilon(spent, delta)
-    return value if value <= MAX_PROTECTIVE_EPSILON else None
-
-
-def weakest_guarantee(entries: Collection[LedgerEntry], terms: Guarantee = "guaranteed") -> Guarantee:
-    """Return the weakest guarantee of the terms and of lines of a ledger."""
-    spent = [entry for entry in entries if entry.mechanism or entry.is_unprotected]
-    guarantees: set[Guarantee] = {
-        "none" if entry.insecure or entry.is_unprotected else entry.guarantee for entry in spent
-    }
-    return min({terms, *guarantees}, key=_WEAKEST_FIRST.index)

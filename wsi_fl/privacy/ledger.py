@@ -7,7 +7,7 @@ budget for its lifetime, over all runs and seeds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -16,19 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
+from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism
 from wsi_fl.privacy.guarantee import (
     MAX_PROTECTIVE_EPSILON,
     BudgetSpent,
     LedgerRound,
     PrivacyTerms,
-    collect_mechanisms,
+    RoundHistory,
     collect_rounds,
-    collect_units,
-    entries_epsilon,
     lifetime_entries,
     reportable_max_tpr,
-    weakest_guarantee,
 )
 from wsi_fl.privacy.ledger_file import (
     SEAL,
@@ -74,6 +71,8 @@ class PrivacyLedger:
         self.references = {key: value for key, value in references.items() if value}
         self._counted_runs = {run_id(run), *map(run_id, includes)}
         self._file = LedgerFile(path, heads)
+        self._n_checked = self._n_counted = 0  # lines
+        self._run_history, self._cost_history, self._lifetime_history = RoundHistory(), RoundHistory(), RoundHistory()
         self._check_account()
 
     @property
@@ -83,7 +82,7 @@ class PrivacyLedger:
 
     def list_mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
         """Return the mechanisms applied in this run and its included runs, or over the site's lifetime."""
-        return collect_mechanisms(self._entries_in_scope(lifetime))
+        return self._update_history(lifetime=lifetime).list_mechanisms()
 
     def max_tpr(self) -> float | None:
         """Return the largest true positive rate at a false positive rate of 1 % in this run; None without guarantee."""
@@ -95,7 +94,7 @@ class PrivacyLedger:
 
     def count_rounds(self) -> int:
         """Return the number of rounds of this run on the account."""
-        return len(collect_mechanisms(self.entries_of_run(self.run)))
+        return self._update_run_history().n_charged
 
     def last_plan(self) -> dict[str, Any] | None:
         """Return the fields of this run's last recorded privacy plan; None before the first round."""
@@ -110,17 +109,17 @@ class PrivacyLedger:
 
         Over a lifetime none holds where noise came from a known seed.
         """
-        scope = self._entries_in_scope(lifetime)
-        if collect_units(scope) - {self.terms.unit}:
+        history = self._update_history(lifetime=lifetime)
+        if history.units - {self.terms.unit}:
             return None
-        return entries_epsilon(scope, self.terms.delta, seeded=not lifetime)
+        return history.compute_epsilon(self.terms.delta, seeded=not lifetime)
 
     def guarantee(self, *, lifetime: bool = False) -> Guarantee:
         """Return the guarantee of ε: the weakest among all its rounds."""
-        scope = self._entries_in_scope(lifetime)
-        if any(e.mechanism or e.is_unprotected for e in scope) and self.epsilon(lifetime=lifetime) is None:
+        history = self._update_history(lifetime=lifetime)
+        if history.has_spent and self.epsilon(lifetime=lifetime) is None:
             return "none"
-        return weakest_guarantee(scope, self.terms.guarantee)
+        return history.weakest_guarantee(self.terms.guarantee)
 
     def list_releases(self) -> list[str]:
         """Return the releases of this run, each as content and digest, oldest first."""
@@ -128,7 +127,7 @@ class PrivacyLedger:
 
     def last_round(self) -> int:
         """Return the last recorded round of this run; 0 before the first."""
-        return max((round_.number for round_ in self.list_rounds()), default=0)
+        return self._update_run_history().last_round
 
     def record_transmission(self, round_: int, *digests: str) -> None:
         """Record that a round is final: content of these SHA-256 is about to leave, so it is never trained again."""
@@ -155,7 +154,7 @@ class PrivacyLedger:
 
     def _find_round(self, number: int) -> LedgerRound | None:
         """Return the current record of a round of this run."""
-        return next((round_ for round_ in reversed(self.list_rounds()) if round_.number == number), None)
+        return self._update_run_history().find_round(number)
 
     def _require_newest(self, round_: int, sha256: str) -> None:
         current = self._find_round(round_)
@@ -167,7 +166,7 @@ class PrivacyLedger:
 
     def last_final_round(self) -> int:
         """Return the last final round of this run; 0 before the first."""
-        return max((round_.number for round_ in self.list_rounds() if round_.final), default=0)
+        return self._update_run_history().last_final_round
 
     def fits_budget(self, round_: int, mechanism: Mechanism) -> bool:
         """Return whether `mechanism` in this round, on top of the past, stays within max_epsilon.
@@ -184,15 +183,18 @@ class PrivacyLedger:
         return True
 
     def _check_account(self) -> None:
+        # only lines read since the last check: one that fits the terms does so for good
         binding = self.terms.lifetime and self.terms.max_epsilon is not None
-        scope = self._entries_in_scope(binding)
-        self.terms.check_account(self._file.entries, scope, path=self.path, site=self.site)
+        entries = self._file.entries[self._n_checked :]
+        scope = self._select_scope(entries, lifetime=binding)
+        self.terms.check_account(entries, scope, path=self.path, site=self.site)
         promise = self.references.get("promise")
-        if promise and {e.promise for e in self.entries_of_run(self.run) if e.promise} - {promise}:
+        if promise and {e.promise for e in self._select_run(entries, self.run) if e.promise} - {promise}:
             raise WsiFlError(
                 f"{self.path}: sites/{self.site}/site.toml of run {self.run} is not the one it began with; put that "
                 "file back, or start a new run"
             )
+        self._n_checked += len(entries)
 
     def _check_budget(self, round_: int, mechanism: Mechanism | None) -> None:
         if mechanism is None:
@@ -209,7 +211,7 @@ class PrivacyLedger:
     def _epsilon_with(self, round_: int, mechanism: Mechanism) -> float:
         """Return ε once this round has been recorded."""
         entry = LedgerEntry.model_validate(self._build_entry(round_, mechanism, "") | {"prev": "0" * 64})
-        return epsilon(collect_mechanisms([*self._entries_in_scope(self.terms.lifetime), entry]), self.terms.delta)
+        return self._update_history(lifetime=self.terms.lifetime).epsilon_with(entry, self.terms.delta)
 
     def record(self, round_: int | None, mechanism: Mechanism | None, content: str = "") -> int:
         """Record one round of training under `mechanism`, and `content` if that leaves the site; return its number.
@@ -239,17 +241,34 @@ class PrivacyLedger:
         entry: dict[str, object] = {"time": datetime.now(UTC).isoformat(timespec="seconds")} | self._line_head(round_)
         return entry | self.terms.ledger_fields(mechanism, content) | self.references
 
-    def _entries_in_scope(self, lifetime: bool) -> list[LedgerEntry]:
-        """Return the lines that count towards ε; over a lifetime also the newest of other processes."""
+    def _update_history(self, *, lifetime: bool) -> RoundHistory:
+        """Return the rounds that count towards ε; over a lifetime also the newest of other processes."""
         if lifetime:
             self._file.catch_up()
-            if self.terms.lifetime:
-                return lifetime_entries(self._file.entries, self.terms.unit)
-        return [e for e in self._file.entries if lifetime or (e.site == self.site and e.run_id in self._counted_runs)]
+        self._update_run_history()
+        return self._lifetime_history if lifetime else self._cost_history
+
+    def _update_run_history(self) -> RoundHistory:
+        """Return the rounds of this run, after all lines were counted that were read since."""
+        entries = self._file.entries[self._n_counted :]
+        self._n_counted += len(entries)
+        self._run_history.add_entries(self._select_run(entries, self.run))
+        self._cost_history.add_entries(self._select_scope(entries, lifetime=False))
+        self._lifetime_history.add_entries(self._select_scope(entries, lifetime=True))
+        return self._run_history
+
+    def _select_scope(self, entries: Sequence[LedgerEntry], *, lifetime: bool) -> list[LedgerEntry]:
+        """Return the lines that count towards ε."""
+        if lifetime:
+            return lifetime_entries(entries, self.terms.unit) if self.terms.lifetime else list(entries)
+        return [e for e in entries if e.site == self.site and e.run_id in self._counted_runs]
+
+    def _select_run(self, entries: Iterable[LedgerEntry], run: str) -> list[LedgerEntry]:
+        return [e for e in entries if e.site == self.site and e.run_id == run_id(run)]
 
     def entries_of_run(self, run: str) -> list[LedgerEntry]:
         """Return the lines of this site in a run."""
-        return [e for e in self._file.entries if e.site == self.site and e.run_id == run_id(run)]
+        return self._select_run(self._file.entries, run)
 
     def release(
         self,

@@ -288,4 +288,4 @@ class Release:
 def digest_values(vector: ReleaseValues) -> str:
     """Return the SHA-256 of the transmitted bytes."""
     kind = "u1" if vector.dtype == np.uint8 else "<f4"
-    return hashlib.sha256(np.ascontiguousarray(vector, kind).tobytes()).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(vector, kind).ravel().data).hexdigest()

@@ -213,6 +213,10 @@ class SiteFolder:
     def checkpoint_path(self, round_: int) -> Path:
         return self.path / "state" / f"round_{round_:05d}.safetensors"
 
+    def has_checkpoint(self, round_: int) -> bool:
+        """Return whether the round has a checkpoint."""
+        return self.checkpoint_path(round_).exists()
+
     def save_checkpoint(self, round_: int, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
         """Write the state after local training of a round, then delete all but the last two."""
         save_tensors(self.checkpoint_path(round_), tensors, document)

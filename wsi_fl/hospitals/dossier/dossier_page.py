@@ -19,14 +19,7 @@ from wsi_fl.hospitals.plans.disclosures import fill_plan_text
 from wsi_fl.hospitals.plans.signed_plan import FederationPlan, collect_approvals, cost_path, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.accounting import group_epsilon
-from wsi_fl.privacy.guarantee import (
-    collect_mechanisms,
-    collect_rounds,
-    collect_units,
-    entries_epsilon,
-    lifetime_entries,
-    weakest_guarantee,
-)
+from wsi_fl.privacy.guarantee import RoundHistory, lifetime_entries
 from wsi_fl.privacy.ledger_file import LedgerEntry, LedgerFile
 from wsi_fl.report.templates import fill_template
 from wsi_fl.runs.run_folder import RunFolder
@@ -175,8 +168,8 @@ def build_dossier(
     rows = _largest_patient_rows(study, site.name, cost)
     if for_others:
         cost, rows, warning = None, None, warning and "the hospital can say why"
-    counted_entries = lifetime_entries(entries, document["privacy"]["unit"]) if site.real else entries
-    group, audits = _group_epsilon(counted_entries, delta, rows), _list_audits(study, site.name, for_others=for_others)
+    history = RoundHistory(lifetime_entries(entries, document["privacy"]["unit"]) if site.real else entries)
+    group, audits = _group_epsilon(history, delta, rows), _list_audits(study, site.name, for_others=for_others)
     planned_group = (cost or {}).get("lifetime_group") or group
     dossier: _Dossier = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -188,7 +181,7 @@ def build_dossier(
         "signed": list(approval_status.signed) if approval_status else [],
         "missing": _explain_missing(study, plan, approval_status.missing) if approval_status else None,
         "budget": {"max_epsilon": site.max_epsilon, "delta": delta},
-        "spent": entries_epsilon(counted_entries, delta),
+        "spent": history.compute_epsilon(delta),
         "group": group,
         "cost": cost,
         "warning": warning,
@@ -263,10 +256,11 @@ def list_accounts(
     accounts: list[RunAccount] = []
     for run in dict.fromkeys(entry.run_id for entry in entries):
         lines, n_bytes = [entry for entry in entries if entry.run_id == run], _bytes_by_round(study, site, run)
-        spent = entries_epsilon(lines, delta)
+        history = RoundHistory(lines)
+        spent = history.compute_epsilon(delta)
         releases = [
             _ReleaseRow(round=sent.number, what=kind, sha256=digest, bytes=n_bytes.get(sent.number), final=sent.final)
-            for sent in collect_rounds(lines)
+            for sent in history.rounds
             for kind, digest in sent.releases.items()
         ]
         account: RunAccount = {
@@ -274,9 +268,9 @@ def list_accounts(
             "plan": next((line.agreement for line in lines if line.agreement and not line.sending), ""),
             "epsilon": spent,
             "delta": delta,
-            "unit": ", ".join(sorted(collect_units(lines))),
-            "guarantee": "none" if spent is None else weakest_guarantee(lines),
-            "group": _group_epsilon(lines, delta, rows),
+            "unit": ", ".join(sorted(history.units)),
+            "guarantee": "none" if spent is None else history.weakest_guarantee(),
+            "group": _group_epsilon(history, delta, rows),
             "releases": releases,
         }
         accounts.append(account)
@@ -327,8 +321,8 @@ def _largest_patient_rows(study: Study, site: str, cost: Mapping[str, Any] | Non
     return max((int(group["rows"]) for group in groups if group), default=None)
 
 
-def _group_epsilon(entries: Sequence[LedgerEntry], delta: float, rows: int | None) -> Group | None:
-    """Return ε per row of ledger lines for a patient with a number of rows; None if no such ε holds."""
-    if rows is None or collect_units(entries) != {"row"} or entries_epsilon(entries, delta) is None:
+def _group_epsilon(history: RoundHistory, delta: float, rows: int | None) -> Group | None:
+    """Return ε per row of recorded rounds for a patient with a number of rows; None if no such ε holds."""
+    if rows is None or history.units != {"row"} or history.compute_epsilon(delta) is None:
         return None
-    return {"rows": rows, "epsilon": group_epsilon(collect_mechanisms(entries), delta, rows), "delta": delta}
+    return {"rows": rows, "epsilon": group_epsilon(history.list_mechanisms(), delta, rows), "delta": delta}
