@@ -233,7 +233,7 @@ def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch):
 def test_doctor_checks_every_requirement(wsi_fl, tmp_path):
     document = json.loads(wsi_fl("doctor", "--json", cwd=tmp_path).stdout)
     names = [row["name"] for row in document["checks"]]
-    assert names == ["Python", "OpenSlide", "PyTorch", "MPI", "GPU", "disk"]
+    assert names == ["Python", "OpenSlide", "PyTorch", "extras", "MPI", "cluster", "GPU", "disk"]
     assert all(row["said"] for row in document["checks"])
     assert document["ok"] == all(row["ok"] for row in document["checks"])
     assert all(row["ok"] for row in document["checks"] if row["name"] != "disk"), document
