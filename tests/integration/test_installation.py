@@ -1,10 +1,14 @@
 """What pages, messages and recipes say about installing agrees with pyproject.toml, and names no foreign package."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import yaml
@@ -110,10 +114,17 @@ def split_range(requirement):
     return re.fullmatch(r"([\w-]+)(.*)", requirement).groups()
 
 
-@pytest.mark.skipif(not shutil.which("make"), reason="make is not here")
-def test_the_demo_installs_what_it_needs_alone_and_the_tests_the_rest(tmp_path):
+needs_make = pytest.mark.skipif(not shutil.which("make"), reason="make is not here")
+
+
+def copy_project(folder):
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
+        shutil.copy(ROOT / name, folder)
+
+
+@needs_make
+def test_the_demo_installs_what_it_needs_alone_and_the_tests_the_rest(tmp_path):
+    copy_project(tmp_path)
 
     def plan(*goals):
         done = subprocess.run(["make", "-n", *goals], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -121,6 +132,52 @@ def test_the_demo_installs_what_it_needs_alone_and_the_tests_the_rest(tmp_path):
 
     assert plan("demo")[0] == ["mpi"]
     assert plan("federation-demo")[0] == ["mpi", "flare"]
-    extras, commands = plan("test", "PYTHON=python3")
+    extras, commands = plan("test", f"PYTHON={sys.executable}")
     assert extras[0] == "mpi" and {*extras[1].split(",")} == set(PROJECT["optional-dependencies"]) - {"docs"}
-    assert "python3 -m venv --clear .venv" in commands
+    assert f"{sys.executable} -m venv --clear .venv" in commands
+
+
+class _Index(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/torch/" else 404)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def index():
+    """Return the address of a package index on this machine."""
+    with HTTPServer(("127.0.0.1", 0), _Index) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@needs_make
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyTorch has one build")
+@pytest.mark.parametrize(
+    ("address", "has_gpu", "is_for_processors"),
+    [("{}", False, True), ("{}", True, False), ("{}/none", False, False), ("", False, False)],
+)
+def test_pytorch_for_processors_is_taken_without_a_gpu_where_its_index_answers(
+    tmp_path, monkeypatch, index, address, has_gpu, is_for_processors
+):
+    copy_project(tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    version = "{}.{}".format(*sys.version_info)
+    (tmp_path / f".venv/lib/python{version}").mkdir(parents=True)
+    if has_gpu:
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    elif shutil.which("nvidia-smi"):
+        pytest.skip("this machine has one")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    goal = [f".venv/.demo-{version}", f"CPU_WHEELS={address.format(index)}", "PIP_INSTALL=echo install"]
+    said = subprocess.run(["make", *goal], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    pinned = re.findall(r"^torch(?:vision)?==.*", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    assert (f"--index-url {index} {' '.join(pinned)}" in said) == is_for_processors and len(pinned) == 2
+    assert "install -c constraints.txt -e .[mpi]" in said

@@ -18,6 +18,7 @@ from wsi_fl.system.machine import describe_cluster_job, launcher_reason, n_cores
 from wsi_fl.types import WsiFlError, single_line
 
 _MIN_FREE_BYTES = 5 << 30
+_GPU_DEVICE = Path("/dev/nvidia0")
 _MPI_TEST = "from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2"
 
 
@@ -122,6 +123,11 @@ def _check_cluster() -> str:
 def _check_gpu() -> str:
     import torch
 
+    if torch.version.cuda is None and _GPU_DEVICE.exists():
+        raise WsiFlError(
+            "there is one, but this PyTorch is for processors alone; in the checkout run "
+            "`pip install --force-reinstall -c constraints.txt torch torchvision`"
+        )
     if not torch.cuda.is_available():
         return "none; training will use the CPU"
     names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
