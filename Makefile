@@ -1,6 +1,14 @@
-# Two commands do everything on a fresh machine with Python 3.11: `make demo` and `make test`.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Two commands do everything on a fresh machine with a Python from 3.11 to 3.14: `make demo` and `make test`.
+# PYTHON=… takes a certain one; where .venv is of another version, it is made anew.
+ifndef PYTHON
+PYTHON := $(shell for python in .venv/bin/python python3.11 python3.12 python3.13 python3.14 python3; do \
+  $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
+endif
+VERSION := $(shell $(or $(PYTHON),false) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 BIN := .venv/bin
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+# PyTorch for processors alone is 3 GB smaller; CPU_WHEELS= is for machines that install for others with a GPU.
+CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 WHEELS ?= .[mpi,flare,dossier,view]
 OFFLINE := env -u PIP_FIND_LINKS -u PIP_INDEX_URL -u PIP_EXTRA_INDEX_URL PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
 .DEFAULT_GOAL := help
@@ -8,19 +16,28 @@ OFFLINE := env -u PIP_FIND_LINKS -u PIP_INDEX_URL -u PIP_EXTRA_INDEX_URL PIP_CON
 help:            ## what there is to make
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
 
-env: .venv/.ready  ## the environment alone, in .venv
-.venv/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpi,flare,dossier,survival,export,formats,czi,isyntax,view,dev]'
+env: .venv/.ready-$(VERSION)  ## the environment with all extras, in .venv
+.venv/.ready-$(VERSION): .venv/.demo-$(VERSION)
+	$(PIP_INSTALL) -c constraints.txt -e '.[mpi,flare,dossier,synthesis,export,formats,czi,isyntax,view,dev]'
 	@touch $@
 
-demo: env        ## four hospitals' slides → patches → each alone, all together on MPI ranks → who should join
+.venv/.demo-$(VERSION): pyproject.toml constraints.txt
+	$(if $(VERSION),,$(error no Python from 3.11 to 3.14 was found; give it as PYTHON=/path/to/python))
+	test -d .venv/lib/python$(VERSION) || $(PYTHON) -m venv --clear .venv
+	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null && $(BIN)/python -c \
+	  'from urllib.request import urlopen; urlopen("$(CPU_WHEELS)/torch/", timeout=5)' 2>/dev/null; then \
+	  echo 'no NVIDIA GPU here: PyTorch from $(CPU_WHEELS)'; \
+	  $(PIP_INSTALL) --no-deps --index-url $(CPU_WHEELS) $$(grep -E '^torch(vision)?==' constraints.txt); fi
+	$(PIP_INSTALL) -c constraints.txt -e '.[mpi]'
+	@touch $@
+
+demo: .venv/.demo-$(VERSION)  ## four hospitals' slides → patches → each alone, all together on MPI ranks → who should join
 	$(BIN)/wsi-fl demo --out demo
 
-federation-demo: .venv/.flare  ## a server and four hospitals as processes: kits, a signed plan, NVIDIA FLARE, scores of all
+federation-demo: .venv/.flare-$(VERSION)  ## a server and four hospitals as processes: kits, a signed plan, NVIDIA FLARE, scores of all
 	$(BIN)/wsi-fl federation demo --out federation-demo
-.venv/.flare: .venv/.ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[flare]'
+.venv/.flare-$(VERSION): .venv/.demo-$(VERSION)
+	$(PIP_INSTALL) -c constraints.txt -e '.[flare]'
 	@touch $@
 
 # Without compiled files every process of a test would compile the package anew.
@@ -35,10 +52,10 @@ test: env        ## the test suite of the core: offline, two cores, real MPI ran
 test-extensions: env  ## the test suite of the extensions: hospitals, one-shot, evidence, generators, viewer
 	$(PYTEST) --no-loadscope-reorder --durations=30 $(EXTENSIONS)
 
-test-hospitals: .venv/.flare  ## the slow tests between hospitals: every method, every fault, over NVIDIA FLARE and a folder
+test-hospitals: env  ## the slow tests between hospitals: every method, every fault, over NVIDIA FLARE and a folder
 	$(PYTEST) -m slow --durations=20 --deselect 'tests/extensions/test_hostile_aggregation_peers.py::test_restarts_of_a_lying_peer_cost_no_more_than_was_approved[20]' tests/nightly/test_methods_between_hospitals.py tests/nightly/test_flare_faults.py tests/extensions/test_folder_transport.py tests/extensions/test_federation_demo.py tests/extensions/test_hostile_aggregation_peers.py
 
-test-nightly: .venv/.flare  ## all slow tests: between hospitals, torture, fuzz, kills, walks over budgets, every case of what `test` asks of one
+test-nightly: env  ## all slow tests: between hospitals, torture, fuzz, kills, walks over budgets, every case of what `test` asks of one
 	$(PYTEST) --no-loadscope-reorder -m slow --durations=30
 
 check: env       ## ruff, mypy --strict, import-linter
@@ -47,13 +64,13 @@ check: env       ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: .venv/.docs  ## the documentation as HTML, in docs/_build
+docs: .venv/.docs-$(VERSION)  ## the documentation as HTML, in docs/_build
 	$(BIN)/python -c "from pathlib import Path; from wsi_fl.study.reference import render_reference_page; Path('docs/reference/configuration.md').write_text(render_reference_page(), 'utf-8')"
 	$(BIN)/python docs/draw_architecture.py
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
-.venv/.docs: .venv/.ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+.venv/.docs-$(VERSION): .venv/.ready-$(VERSION)
+	$(PIP_INSTALL) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 bench: env       ## measure; ratios within one run
@@ -74,7 +91,7 @@ clean:           ## remove the environment, the demos and the wheels
 
 .PHONY: help env demo federation-demo test test-extensions test-hospitals test-nightly check docs bench wheelhouse clean
 
-release: .venv/.ready  ## wheel, sdist, list of all software, its known vulnerabilities and checksums, in dist
+release: env     ## wheel, sdist, list of all software, its known vulnerabilities and checksums, in dist
 	rm -rf dist
 	$(PYTHON) -m venv --clear build/release
 	build/release/bin/pip install --quiet --disable-pip-version-check build pip-audit cyclonedx-bom

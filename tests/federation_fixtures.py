@@ -23,7 +23,7 @@ from wsi_fl.hospitals.trust.certificates import (
 from wsi_fl.hospitals.trust.sealed_messages import Buffer
 
 NAMES = ("C1", "C2", "C3")
-needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
+needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs the extra flare")
 
 
 def command(*arguments):

@@ -24,6 +24,7 @@ from wsi_fl.stages.site.privacy_account import find_guarantee
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
+from wsi_fl.system.extras import describe_install
 from wsi_fl.types import WsiFlError
 
 study = larger
@@ -265,7 +266,7 @@ def test_a_second_job_and_a_wrong_number_of_ranks_are_refused_before_mpi_starts(
 def test_without_mpi_the_error_names_its_installation(study, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = ("mpiexec was not found; install ", "wsi-fl[mpi]", "--backend local")
+    words = ("mpiexec was not found; ", describe_install("mpi"), "--backend local")
     refused(lambda: train(study, method="proxyfl"), *words, error=WsiFlError)
     assert not study.runs_path.exists()
     beside = tmp_path / "mpiexec"

@@ -1,5 +1,6 @@
 """The diffusion model: noise prediction, moving average, guidance, samplers, and bit-exact resumption of training."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -24,7 +25,9 @@ from wsi_fl.synthesis.ddpm import (
 )
 from wsi_fl.synthesis.keys import Ddpm
 from wsi_fl.synthesis.stages.ddpm import KIND
+from wsi_fl.synthesis.stages.generator_types import load_kind
 from wsi_fl.synthesis.stages.synthetic_stores import sample_generator
+from wsi_fl.system.extras import explain_missing
 from wsi_fl.types import WsiFlError
 
 CPU = torch.device("cpu")
@@ -217,3 +220,10 @@ def test_sampling_is_refused_before_a_passed_check_and_otherwise_than_in_it(stud
     done = wsi_fl(*command, "--set", "ddpm.sampler=ddpm", cwd=study.root)
     assert done.returncode == 2 and "another sampler than this pipeline" in done.stderr
     refused(lambda: train_generator(study, site=made["name"]), "synthetic already")
+
+
+def test_a_diffusion_model_without_its_library_is_refused_in_one_line(monkeypatch):
+    for name in ("wsi_fl.synthesis.ddpm", "wsi_fl.synthesis.stages.ddpm"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    refused(lambda: load_kind("ddpm"), explain_missing("synthesis"))

@@ -39,6 +39,7 @@ from wsi_fl.stages.evaluation.slide_predictor import SlidePrediction
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.study.folder import Study
+from wsi_fl.system.extras import explain_missing
 from wsi_fl.types import WsiFlError
 from wsi_fl.viewer import gallery as galleries
 from wsi_fl.viewer import server as servers
@@ -552,9 +553,8 @@ def test_the_command_prints_the_address_of_the_page_and_ends_quietly(predicted):
 
 def test_a_missing_server_is_reported_with_the_extra_that_brings_it(predicted, monkeypatch):
     monkeypatch.chdir(predicted[0].root)
-    monkeypatch.delitem(sys.modules, "wsi_fl.viewer.server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    refused(lambda: view(site="C1"), "pip install 'wsi-fl[view]'")
+    refused(lambda: view(site="C1"), explain_missing("view"))
 
 
 looked_at = pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: nobody looks")

@@ -13,7 +13,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 import typer
+from conftest import refused
 from rich.console import Console
 from test_documentation import UsageError, parse_command
 
@@ -233,10 +235,18 @@ def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch):
 def test_doctor_checks_every_requirement(wsi_fl, tmp_path):
     document = json.loads(wsi_fl("doctor", "--json", cwd=tmp_path).stdout)
     names = [row["name"] for row in document["checks"]]
-    assert names == ["Python", "OpenSlide", "PyTorch", "MPI", "GPU", "disk"]
+    assert names == ["Python", "OpenSlide", "PyTorch", "extras", "MPI", "cluster", "GPU", "disk"]
     assert all(row["said"] for row in document["checks"])
     assert document["ok"] == all(row["ok"] for row in document["checks"])
     assert all(row["ok"] for row in document["checks"] if row["name"] != "disk"), document
+
+
+def test_a_gpu_that_a_pytorch_for_processors_alone_cannot_use_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor._check_gpu().startswith("none")
+    monkeypatch.setattr(doctor, "_GPU_DEVICE", tmp_path)
+    refused(doctor._check_gpu, "for processors alone", "--force-reinstall", error=WsiFlError)
 
 
 @pytest.mark.parametrize("problem", [WsiFlError("no slide can be read"), ImportError("no module\nof that name")])

@@ -20,7 +20,7 @@ from sklearn.metrics import r2_score
 from training_runs import answers
 
 from wsi_fl.data.cross_site_counts import MIN_EXAMPLES
-from wsi_fl.data.survival import compute_risk
+from wsi_fl.data.survival import compute_risk, kaplan_meier, logrank_test
 from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, score_intervals, target_columns
 from wsi_fl.evidence.clinical import describe_clinically
 from wsi_fl.evidence.compare import compare_methods
@@ -37,7 +37,12 @@ from wsi_fl.stores.bag_store import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable, GridSpec
 
-sksurv = pytest.importorskip("sksurv.metrics", reason="without the extra `survival`")
+try:
+    from sksurv import compare, nonparametric
+    from sksurv import metrics as sksurv
+except ModuleNotFoundError:
+    sksurv = None
+judged = pytest.mark.skipif(sksurv is None, reason="scikit-survival is the judge; it has no wheel for this Python")
 ENDS = (1.0, 2.0, 4.0)
 D, N = 8, 24
 PIPELINE = """
@@ -128,6 +133,7 @@ def near(found, expected):
     return found == {k: v if v is None else pytest.approx(v, rel=1e-9) for k, v in expected.items()}
 
 
+@judged
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31))
 def test_scores_and_intervals_of_survival_are_scikit_survivals(seed):
@@ -154,6 +160,28 @@ def test_scores_and_intervals_of_survival_are_scikit_survivals(seed):
         return list(binomtest(round(value * pairs), pairs).proportion_ci(method="exact"))
 
     assert near(found, slow_intervals(slowly, patient, exact, repeats=12))
+
+
+@judged
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**31))
+def test_survival_curves_and_their_test_are_scikit_survivals(seed):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 25))
+    truth = np.stack([rng.integers(0, 6, n) / 2, rng.random(n) < rng.random()], 1).astype(float)
+    known = np.array([(bool(e), t) for t, e in truth], [("event", bool), ("time", float)])
+    times, share = kaplan_meier(truth)
+    known_times, known_share = nonparametric.kaplan_meier_estimator(known["event"], known["time"])
+    last = np.searchsorted(times, known_times, "right") - 1  # the curve is constant where patients are censored
+    np.testing.assert_allclose(share[last], known_share)
+    assert times[-1] == known_times[-1] and times[0] == 0 and (np.diff(times) >= 0).all()
+    group = rng.random(n) < 0.5
+    try:
+        expected = compare.compare_survival(known, group)[1] if known["event"].any() and len({*group}) > 1 else None
+    except np.linalg.LinAlgError:
+        expected = None
+    found = logrank_test(truth, group)
+    assert found == (expected if expected is None else pytest.approx(expected, abs=1e-9))
 
 
 def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
@@ -511,6 +539,7 @@ def test_cross_site_scores_cover_any_number_of_classes(study, monkeypatch, n_cla
 YEARS = [0.1, 0.1, 0.3, 0.3, 0.3, 0.7, 0.7, 1.1, 1.1, 1.5]
 
 
+@judged
 @pytest.mark.parametrize("unit", [1.0, 1 / 365.25, 30.4375 / 365.25, 0.1])
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
 def test_an_event_at_the_end_of_an_interval_is_before_it_whatever_the_unit(unit, kind):

@@ -13,17 +13,25 @@ from wsi_fl.stages import doctor
 from wsi_fl.stages.runtime.console import SilentProgress
 from wsi_fl.stages.runtime.rank_job import take_threads
 from wsi_fl.stages.training import launch
+from wsi_fl.system import machine
 from wsi_fl.system.machine import count_ranks, launcher_reason, threads_per_rank
 from wsi_fl.types import UsageError, WsiFlError
 
 BOX = "-" * 75
 ELSEWHERE = "node17.invalid"
 MANAGERS = {
-    "Slurm": {"SLURM_JOBID": "9", "SLURM_JOB_ID": "9", "SLURM_NODELIST": ELSEWHERE, "SLURM_TASKS_PER_NODE": "2(x2)"},
+    "Slurm": {
+        "SLURM_JOBID": "9",
+        "SLURM_JOB_ID": "9",
+        "SLURM_NODELIST": ELSEWHERE,
+        "SLURM_JOB_NODELIST": ELSEWHERE,
+        "SLURM_TASKS_PER_NODE": "2(x2)",
+    },
     "PBS": {"PBS_JOBID": "9.head", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "HOSTS"},
     "Cobalt": {"COBALT_JOBID": "9"},
     "LSF": {"LSB_JOBID": "9", "LSB_HOSTS": ELSEWHERE, "LSB_DJOB_HOSTFILE": "HOSTS"},
     "SGE": {"SGE_ROOT": "/opt/sge", "ARC": "lx-amd64", "PE_HOSTFILE": "HOSTS", "JOB_ID": "9"},
+    "Hydra": {"HYDRA_BOOTSTRAP": "slurm", "HYDRA_HOST_FILE": "HOSTS", "I_MPI_HYDRA_BOOTSTRAP": "lsf"},
     "Flux": {"FLUX_JOB_ID": "9", "FLUX_URI": "local:///none"},
 }
 
@@ -51,6 +59,52 @@ def test_two_ranks_start_here_within_a_job_on_other_machines_of_any_manager(tmp_
     assert not {ELSEWHERE, str(tmp_path / "hosts")} & set(environment.values())
     assert environment["PATH"] == os.environ["PATH"]
     assert "two ranks communicate" in doctor._check_mpi()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Slurm", f"job 9 of Slurm on {ELSEWHERE}, while this machine is gpu07.clinic"),
+        ("PBS", f"job 9.head of PBS on {ELSEWHERE}, while this machine is gpu07.clinic"),
+        ("LSF", f"job 9 of LSF on {ELSEWHERE}, while this machine is gpu07.clinic"),
+        ("SGE", f"job 9 of Grid Engine on {ELSEWHERE}, while this machine is gpu07.clinic"),
+        ("Flux", "job 9 of Flux"),
+    ],
+)
+def test_doctor_tells_the_job_around_it_its_machines_and_the_way_out(monkeypatch, other_machines, name, said):
+    for variable in [variable for other in MANAGERS if other != name for variable in MANAGERS[other]]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu07.clinic")
+    found = doctor._check_cluster()
+    assert found.startswith(f"{said};") and "on this machine alone" in found and "srun --mpi=pmix" in found
+    if name == "Slurm":
+        for nodes in ("gpu07", "gpu[01-09]"):
+            monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
+            assert doctor._check_cluster().startswith(f"job 9 of Slurm on {nodes};")
+
+
+@pytest.mark.usefixtures("other_machines")
+def test_variables_of_a_login_node_are_no_job(monkeypatch):
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "COBALT_JOBID", "FLUX_JOB_ID"):
+        monkeypatch.delenv(name)
+    assert doctor._check_cluster().startswith("none")
+    monkeypatch.setenv("JOB_ID", "9")  # of something else
+    for name in ("SGE_ROOT", "PE_HOSTFILE"):
+        monkeypatch.delenv(name)
+    assert doctor._check_cluster().startswith("none")
+
+
+def test_a_container_without_proc_is_named_as_the_reason_of_a_silent_launcher(monkeypatch, tmp_path):
+    plant_launcher(monkeypatch, tmp_path, "exit 255")
+    with pytest.raises(WsiFlError, match=r"it printed nothing$"):
+        doctor._check_mpi()
+    monkeypatch.setattr(machine, "_PROC", tmp_path / "none")
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.raises(WsiFlError, match=r"two ranks do not work together: without /proc .*mount -t proc proc /proc"):
+        doctor._check_mpi()
+    monkeypatch.setattr(sys, "platform", "darwin")  # never has one
+    with pytest.raises(WsiFlError, match=r"it printed nothing$"):
+        doctor._check_mpi()
 
 
 @pytest.mark.parametrize(

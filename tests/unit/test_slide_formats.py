@@ -18,6 +18,7 @@ from wsi_fl.demo import simulated_slides
 from wsi_fl.slides.reading.formats import source
 from wsi_fl.slides.reading.formats.scanners import wastes_bits
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.system.extras import explain_missing
 from wsi_fl.types import UsageError
 
 MPP = 0.5
@@ -145,7 +146,7 @@ def test_a_truncated_file_is_refused_in_one_line_without_wrong_pixels(form, pict
 def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch, picture, tmp_path, form, module, extra):
     path = WRITERS[form](tmp_path, picture)
     without(monkeypatch, module)
-    refused(lambda: Slide(path), path.name, f"pip install 'wsi-fl[{extra}]'", error=UsageError)
+    refused(lambda: Slide(path), path.name, explain_missing(extra), error=UsageError)
 
 
 def without(monkeypatch, module):

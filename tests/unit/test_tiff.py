@@ -12,6 +12,7 @@ from PIL import Image
 from wsi_fl.slides.reading.formats import source
 from wsi_fl.slides.reading.formats.tiff_pages import list_pages
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.system.extras import explain_missing
 from wsi_fl.types import UsageError, WsiFlError
 
 MPP = 0.5
@@ -162,7 +163,7 @@ def test_without_the_extra_the_codec_is_named_with_it(tmp_path, monkeypatch, cod
     pytest.importorskip("imagecodecs")
     path = write_codec(tmp_path / "a.tif", codec)
     monkeypatch.setattr(source, "import_module", missing)
-    refused(partial(Slide, path), "a.tif", CODECS[codec], "pip install 'wsi-fl[formats]'", error=UsageError)
+    refused(partial(Slide, path), "a.tif", CODECS[codec], explain_missing("formats"), error=UsageError)
 
 
 def missing(name):

@@ -11,7 +11,7 @@ import pytest
 
 from wsi_fl.hospitals.trust.provisioning import provision_federation
 
-pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
+pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs the extra flare")
 
 
 @pytest.fixture(scope="module")

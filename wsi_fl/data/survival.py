@@ -1,4 +1,4 @@
-"""Metrics of survival: concordance, Brier score; Kaplan–Meier curves by scikit-survival.
+"""Metrics of survival: concordance, Brier score; Kaplan–Meier curves and log-rank test by statsmodels.
 
 Times and events are float64[n, 2]; see `tasks`. Predictions are float64[n, k], the probability of being without the
 event at the end of each of k intervals.
@@ -7,13 +7,10 @@ event at the end of each of k intervals.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from wsi_fl.types import UsageError
 
 _Floats = NDArray[np.float64]
 
@@ -21,16 +18,6 @@ _RISK_TOLERANCE = 1e-8
 """Tolerance of equal risks."""
 _BATCH_EVENTS = 256
 """Patients with the event per step of the comparison with all others."""
-
-
-def require_extra() -> None:
-    """Refuse survival where scikit-survival is not installed.
-
-    Raises:
-        UsageError: says how to install it.
-    """
-    if find_spec("sksurv") is None:
-        raise UsageError("survival is measured with scikit-survival; pip install 'wsi-fl[survival]'")
 
 
 def compute_risk(predictions: _Floats, ends: Sequence[float]) -> _Floats:
@@ -122,11 +109,12 @@ def _divide_or_nan(a: _Floats, b: _Floats) -> _Floats:
 
 
 def kaplan_meier(truth: NDArray[Any]) -> tuple[_Floats, _Floats]:
-    """Return (times, share without the event from each on) of some patients, from time 0."""
-    from sksurv.nonparametric import kaplan_meier_estimator
+    """Return (times, share without the event from each on) of some patients, from time 0 to the last observed."""
+    from statsmodels.duration.survfunc import SurvfuncRight
 
-    time, share = kaplan_meier_estimator(truth[:, 1] > 0.5, truth[:, 0])
-    return np.concatenate([[0.0], time]), np.concatenate([[1.0], share])
+    curve = SurvfuncRight(truth[:, 0], truth[:, 1] > 0.5)
+    share = np.concatenate([[1.0], curve.surv_prob])
+    return np.concatenate([[0.0], curve.surv_times, [truth[:, 0].max()]]), np.concatenate([share, share[-1:]])
 
 
 def logrank_test(truth: NDArray[Any], group: NDArray[np.bool_]) -> float | None:
@@ -134,12 +122,11 @@ def logrank_test(truth: NDArray[Any], group: NDArray[np.bool_]) -> float | None:
 
     None without patients in a group, without events, and where no event came while both groups were under observation.
     """
-    from sksurv.compare import compare_survival
-    from sksurv.util import Surv
+    from statsmodels.duration.survfunc import survdiff
 
     if group.all() or not group.any() or not (truth[:, 1] > 0.5).any():
         return None
     try:
-        return float(compare_survival(Surv.from_arrays(truth[:, 1] > 0.5, truth[:, 0]), group)[1])
+        return float(survdiff(truth[:, 0], truth[:, 1] > 0.5, group)[1])
     except np.linalg.LinAlgError:  # the expected counts do not vary
         return None

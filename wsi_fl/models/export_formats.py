@@ -6,7 +6,6 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +15,7 @@ from torch.nn import functional
 
 from wsi_fl.models.encoder import Network
 from wsi_fl.models.traces import remove_onnx_traces, remove_torchscript_traces
+from wsi_fl.system.extras import require_extra
 from wsi_fl.system.files import atomic_path
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
 
@@ -100,8 +100,7 @@ def write_onnx(path: Path, model: nn.Module, shape: Shape, facts: Mapping[str, s
         UsageError: when the extra `export` is missing.
         WsiFlError: for an error above 10⁻⁵ and above the model's own noise; then there is no file.
     """
-    if any(find_spec(name) is None for name in ("onnx", "onnxruntime", "onnxscript")):
-        raise UsageError("ONNX files need the extra `export`: pip install 'wsi-fl[export]'")
+    require_extra("export")
     import onnxruntime
 
     dynamic = {0: "batch", 1: "patches"} if isinstance(shape, Bags) else {0: "batch"}

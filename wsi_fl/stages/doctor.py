@@ -13,10 +13,12 @@ from typing import TypedDict
 
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stages.training import launch
-from wsi_fl.system.machine import launcher_reason, n_cores
+from wsi_fl.system.extras import EXTRAS, describe_install, has_extra
+from wsi_fl.system.machine import describe_cluster_job, launcher_reason, n_cores
 from wsi_fl.types import WsiFlError, single_line
 
 _MIN_FREE_BYTES = 5 << 30
+_GPU_DEVICE = Path("/dev/nvidia0")
 _MPI_TEST = "from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2"
 
 
@@ -41,7 +43,9 @@ def check_installation() -> _DoctorDocument:
         "Python": platform.python_version,
         "OpenSlide": _check_openslide,
         "PyTorch": _check_torch,
+        "extras": _check_extras,
         "MPI": _check_mpi,
+        "cluster": _check_cluster,
         "GPU": _check_gpu,
         "disk": _check_disk,
     }
@@ -53,7 +57,7 @@ def check_installation() -> _DoctorDocument:
         except WsiFlError as problem:
             result = str(problem)
         except (ImportError, OSError) as problem:
-            result = f"{single_line(problem)}; reinstall with `pip install --force-reinstall 'wsi-fl[mpi]'`"
+            result = f"{single_line(problem)}; install wsi-fl again, into a new environment"
         rows.append({"name": name, "ok": ok, "said": result})
     return {"ok": all(row["ok"] for row in rows), "checks": rows}
 
@@ -84,6 +88,14 @@ def _check_torch() -> str:
     return f"{torch.__version__}, {torch.get_num_threads()} threads"
 
 
+def _check_extras() -> str:
+    """Name the extras that are installed, and what needs the others."""
+    installed = [name for name in EXTRAS if has_extra(name)]
+    missing = [f"{name} ({extra.purpose})" for name, extra in EXTRAS.items() if name not in installed]
+    advice = f"; without {', '.join(missing)}: {describe_install('NAME')}" if missing else ""
+    return f"{', '.join(installed) or 'none'}{advice}"
+
+
 def _check_mpi() -> str:
     command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", sys.executable, "-c", _MPI_TEST]
     try:
@@ -93,14 +105,29 @@ def _check_mpi() -> str:
     except subprocess.TimeoutExpired:
         raise WsiFlError("mpiexec started, but two ranks did not find each other within a minute") from None
     if process.returncode:
-        reason = launcher_reason(process.stderr)
-        raise WsiFlError(f"two ranks do not work together: {reason}; mpi4py and mpiexec must be of one MPI")
+        is_silent = not process.stderr.strip()
+        advice = "" if is_silent else "; mpi4py and mpiexec must be of one MPI"
+        raise WsiFlError(f"two ranks do not work together: {launcher_reason(process.stderr)}{advice}")
     return f"two ranks communicate ({command[0]})"
+
+
+def _check_cluster() -> str:
+    if not (job := describe_cluster_job()):
+        return "none; no job of a resource manager"
+    return (
+        f"{job}; wsi-fl starts ranks on this machine alone, without asking it; for ranks on all its machines start "
+        "them by `srun --mpi=pmix`, or by `mpiexec` of the cluster's own MPI"
+    )
 
 
 def _check_gpu() -> str:
     import torch
 
+    if torch.version.cuda is None and _GPU_DEVICE.exists():
+        raise WsiFlError(
+            "there is one, but this PyTorch is for processors alone; in the checkout run "
+            "`pip install --force-reinstall -c constraints.txt torch torchvision`"
+        )
     if not torch.cuda.is_available():
         return "none; training will use the CPU"
     names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]

@@ -20,13 +20,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, UNet2DModel
 from numpy.typing import NDArray
 from torch import Tensor
 
 from wsi_fl.synthesis.keys import Ddpm
 from wsi_fl.synthesis.lpips import half_precision
 from wsi_fl.synthesis.training_state import TrainingState, move_average, normalize_pixels, quantize_images
+from wsi_fl.system.extras import require_extra
+
+require_extra("synthesis")
+from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, UNet2DModel  # noqa: E402
 
 _Sampler = Literal["ddpm", "ddim", "dpm++"]
 

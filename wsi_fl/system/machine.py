@@ -10,10 +10,12 @@ import errno
 import os
 import re
 import resource
+import socket
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from wsi_fl.system.cgroups import bytes_allowed, cores_allowed
 
@@ -23,8 +25,9 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 """Environment variables of a rank: number of ranks, its number, number of ranks on its machine."""
-_MANAGERS = ("SLURM_", "PBS_", "LSB_", "SGE_", "PE_HOSTFILE", "COBALT_", "FLUX_", "LOADL_", "PALS_")
-"""Prefixes of variables of resource managers, from which mpiexec reads the machines of a job."""
+_LAUNCHERS = ("HYDRA_", "I_MPI_HYDRA_")
+"""Prefixes of variables by which a resource manager tells other mpiexecs than Open MPI's how to start ranks."""
+_PROC = Path("/proc/self")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables for the number of threads of a process."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -34,6 +37,33 @@ _MAX_MMAP_THRESHOLD, _KEPT_BYTES = 32 << 20, 1 << 28
 _BOX = re.compile(r"-{20,}")
 _MAX_REASON = 200
 """Most characters quoted of a launcher's reason."""
+
+
+class _Manager(NamedTuple):
+    """A resource manager, from whose variables mpiexec reads the machines of a job.
+
+    Attributes:
+        prefixes: of its variables.
+        job: the variable with the job's number.
+        machines: the variable with the job's machines, or with the file that lists them; "" without one.
+    """
+
+    name: str
+    prefixes: tuple[str, ...]
+    job: str
+    machines: str = ""
+
+
+_MANAGERS = (
+    _Manager("Slurm", ("SLURM_",), "SLURM_JOB_ID", "SLURM_JOB_NODELIST"),
+    _Manager("PBS", ("PBS_",), "PBS_JOBID", "PBS_NODEFILE"),
+    _Manager("LSF", ("LSB_",), "LSB_JOBID", "LSB_HOSTS"),
+    _Manager("Grid Engine", ("SGE_", "PE_HOSTFILE"), "JOB_ID", "PE_HOSTFILE"),
+    _Manager("Cobalt", ("COBALT_",), "COBALT_JOBID", "COBALT_NODEFILE"),
+    _Manager("Flux", ("FLUX_",), "FLUX_JOB_ID"),
+    _Manager("LoadLeveler", ("LOADL_",), "LOADL_STEP_ID"),
+    _Manager("PALS", ("PALS_",), "PALS_APID"),
+)
 
 
 def list_cores() -> list[int]:
@@ -145,13 +175,39 @@ def local_environment() -> dict[str, str]:
 
     A container or `salloc` inherits the variables of a job with other machines, or other names of them.
     """
-    return {name: value for name, value in os.environ.items() if not name.startswith(_MANAGERS)}
+    prefixes = (*_LAUNCHERS, *(prefix for manager in _MANAGERS for prefix in manager.prefixes))
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+def describe_cluster_job() -> str:
+    """Return the resource manager's job around this process with its machines, as "job 9 of Slurm on n1"; "" if none.
+
+    Says also this machine's name where the job's machines have others.
+    """
+    for manager in _MANAGERS:
+        job = os.environ.get(manager.job)
+        if job and any(name.startswith(manager.prefixes) for name in os.environ):
+            names = _read_machines(os.environ.get(manager.machines, ""))
+            text = f"job {job} of {manager.name}" + (f" on {', '.join(names)}" if names else "")
+            host = socket.gethostname()
+            is_listed = any("[" in name or name.partition(".")[0] == host.partition(".")[0] for name in names)
+            return text if is_listed or not names else f"{text}, while this machine is {host}"
+    return ""
+
+
+def _read_machines(setting: str) -> list[str]:
+    """Return the machines that a variable, or the file that it names, lists; each once."""
+    with suppress(OSError):
+        return list(dict.fromkeys(line.split()[0] for line in Path(setting).read_text().splitlines() if line.strip()))
+    return list(dict.fromkeys(setting.split()))
 
 
 def launcher_reason(output: str) -> str:
     """Return mpiexec's reason for starting nothing: its last line before the first box, else the box's text."""
     preamble, *boxes = (part.strip() for part in _BOX.split(output))
     reason = preamble.splitlines()[-1] if preamble else " ".join("".join(boxes[:1]).split())
+    if not reason and sys.platform == "linux" and not _PROC.exists():
+        return "without /proc Open MPI ends without a word; mount it in this container (`mount -t proc proc /proc`)"
     return reason[:_MAX_REASON] or "it printed nothing"
 
 

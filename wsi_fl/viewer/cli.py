@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from wsi_fl.cli.options import ExtraCommand, Json, Pipeline, announce_start, find_study, print_document
+from wsi_fl.system.extras import require_extra
 from wsi_fl.types import UsageError
 
 
@@ -33,12 +34,9 @@ def view(
     if of_run is not None and run is not None:
         raise UsageError("view takes one run: give it as RUN or with --run")
     study = find_study()
+    require_extra("view")
     from wsi_fl.viewer.build_gallery import build_gallery
-
-    try:
-        from wsi_fl.viewer.server import ViewServer, address_lines, describe_server
-    except ModuleNotFoundError:
-        raise UsageError("view needs a local server; install it with `pip install 'wsi-fl[view]'`") from None
+    from wsi_fl.viewer.server import ViewServer, address_lines, describe_server
 
     gallery = build_gallery(study, site=site, run=run or of_run, predictions=predictions, pipeline=pipeline)
     with ViewServer(gallery, port) as server:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
 from wsi_fl.hospitals.faults import mark_fault
 from wsi_fl.hospitals.trust.certificates import Role
 from wsi_fl.hospitals.trust.kit import bracket_ipv6
+from wsi_fl.system.extras import explain_missing, has_extra
 from wsi_fl.system.files import write_json
 from wsi_fl.types import UsageError
 
@@ -41,9 +41,8 @@ def require_flare() -> None:
     Raises:
         UsageError: with the command that installs it.
     """
-    if find_spec("nvflare") is None:
-        text = "this needs NVIDIA FLARE; install it with `pip install 'wsi-fl[flare]'`"
-        raise mark_fault(UsageError(text), "no_flare")
+    if not has_extra("flare"):
+        raise mark_fault(UsageError(explain_missing("flare")), "no_flare")
 
 
 _SETTINGS = json.loads(Path(__file__).with_name("settings.json").read_text("utf-8"))

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from wsi_fl import types
 from wsi_fl.data.cohort import Cohort, tabulate_truth
-from wsi_fl.data.survival import require_extra
 from wsi_fl.data.tasks import CLASSES, POSSIBLE_CLASSES, NumberTask, SurvivalTask, Task
 from wsi_fl.slides.layouts.common import TableRow, filter_site, read_rows, suggest_decimal_point
 from wsi_fl.slides.layouts.spreadsheets import PATIENT_NAMES, normalize_columns, parse_cell_number, require_typed_name
@@ -44,7 +43,6 @@ def build_task(target: TargetSettings) -> Task:
         ends = [0.0, *target.intervals]
         if any(a >= b for a, b in pairwise(ends)):
             raise UsageError(f"target.intervals = {target.intervals}: the ends must rise, and lie above 0")
-        require_extra()
         return SurvivalTask(tuple(target.intervals))
     if not target.column or (target.classes is None) == (target.range is None):
         raise UsageError(

@@ -24,6 +24,7 @@ from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.runtime.console import Watcher, print_message
 from wsi_fl.stages.runtime.rank_job import take_threads
 from wsi_fl.study.folder import Study
+from wsi_fl.system.extras import describe_install
 from wsi_fl.system.files import raise_if_full
 from wsi_fl.system.machine import (
     is_first_rank,
@@ -35,7 +36,6 @@ from wsi_fl.system.machine import (
 )
 from wsi_fl.types import DiskFull, UsageError, WsiFlError
 
-_INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
 _POLL_S = 0.05
 _STALE_S = 5.0
 """Age from which reports of a late site are ignored; waiting ranks repeat them each second."""
@@ -85,7 +85,7 @@ def find_mpiexec() -> str:
     sibling = Path(sys.executable).parent / "mpiexec"
     path = str(sibling) if sibling.is_file() else shutil.which("mpiexec")
     if path is None:
-        raise WsiFlError(f"no MPI: mpiexec was not found; {_INSTALL}")
+        raise WsiFlError(f"no MPI: mpiexec was not found; {describe_install('mpi')}; or train with --backend local")
     return path
 
 

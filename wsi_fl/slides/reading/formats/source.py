@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from wsi_fl.system.extras import explain_missing
 from wsi_fl.types import UsageError, WsiFlError, single_line
 
 _HEAD_BYTES = 1 << 16
@@ -174,9 +175,7 @@ def import_extra(module: str, extra: str, path: Path) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in (module, module.partition(".")[0]):
             raise
-        raise UsageError(
-            f"{path.name}: reading it needs {module.partition('.')[0]}; pip install 'wsi-fl[{extra}]'"
-        ) from None
+        raise UsageError(f"{path.name}: {explain_missing(extra)}") from None
 
 
 def digest_file(path: Path) -> str:
