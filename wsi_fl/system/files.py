@@ -11,8 +11,8 @@ import os
 import re
 import stat
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from types import UnionType
@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 from wsi_fl.system.machine import allocate_file
 from wsi_fl.types import DiskFull, WsiFlError
 
+JOBS_FOLDER = ".jobs"
+"""Name of the folder in which processes share the work on the folder that it is in (`shared_work`)."""
 _TEMPORARY = ".partial"
 _SAFETENSORS_TEMPORARY = ".tmp??????"
 """Temporary names of that library."""
@@ -42,6 +44,8 @@ _UNAVAILABLE = {
 }
 """Error number of the system → reason why an intact file cannot be read now, and what to do."""
 _ERRNO = re.compile(r"errno = (\d+)")
+StageFile = Callable[[Path], AbstractContextManager[Path]]
+"""Yields a temporary path for a file, which is moved to its place when the block succeeds, as `atomic_path` does."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -113,18 +117,29 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
     The content is on disk before the rename, so a reader sees the old file or the whole new one.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{_TEMPORARY}{path.suffix}")
     try:
         yield temporary
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-        _sync_folder(path.parent)
+        move_file(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         raise_if_full(error, path)
         raise
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and its parents, except one of shared work, whose absence tells that the work has ended."""
+    if JOBS_FOLDER not in folder.parts:
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def move_file(temporary: Path, path: Path) -> None:
+    """Put a written file in its place; it is on disk before."""
+    with temporary.open("rb") as handle:
+        os.fsync(handle.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -157,7 +172,7 @@ def raise_if_full(error: BaseException, path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete leftovers of a killed writer in a folder and its subfolders. Requires the folder's lock."""
+    """Delete leftovers of a killed writer in a folder and its subfolders. Requires that nobody writes there."""
     for pattern in (f".*{_TEMPORARY}*", _SAFETENSORS_TEMPORARY):
         for path in [*folder.glob(pattern), *folder.glob(f"*/{pattern}")]:
             path.unlink(missing_ok=True)
@@ -331,16 +346,4 @@ def file_lock(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -
                     f"{path}: this file system locks no files ({error.strerror}), so two commands could write at "
                     "once; mount it with flock, or keep the study on another disk"
                 ) from None
-        yield
-
-
-@contextmanager
-def site_lock(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock on a site's folder, and remove leftovers of a killed command in it.
-
-    With `wait` another command is waited for, else it is a WsiFlError.
-    """
-    busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
-    with file_lock(folder / ".lock", None if wait else busy):
-        remove_leftovers(folder)
         yield
