@@ -46,7 +46,7 @@ from wsi_fl.stages.training.initial_models import build_model
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.system.files import site_lock
+from wsi_fl.system.shared_work import site_lock
 from wsi_fl.types import UsageError, WsiFlError
 
 

@@ -253,10 +253,10 @@ def _check_count(path: Path, count: int, expected: int) -> None:
         raise WsiFlError(f"{path}: got {count} patches, expected {expected}")
 
 
-def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
+def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path], folder: Path | None = None) -> Counts:
     """Write `patches.h5`, the rows of all shards in this order, one shard in memory at a time.
 
-    Shards are below the folder of `path`.
+    Shards are below the folder of the store: that of `path`, unless another is given.
 
     Raises:
         WsiFlError: when a shard is damaged or of another grid or format, or the disk is full.
@@ -277,7 +277,7 @@ def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
         row, sums = 0, []
         for shard, (rows, _) in zip(shards, heads, strict=True):
             slide, checksum = _copy_columns(file, slice(row, row + rows), shard, counts)
-            links[slide] = h5py.ExternalLink(shard.relative_to(path.parent).as_posix(), "/")
+            links[slide] = h5py.ExternalLink(shard.relative_to(folder or path.parent).as_posix(), "/")
             sums.append(checksum)
             row += rows
         file[SHARDS] = np.array(sums, np.uint32)

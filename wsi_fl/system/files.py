@@ -11,8 +11,8 @@ import os
 import re
 import stat
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from types import UnionType
@@ -42,6 +42,8 @@ _UNAVAILABLE = {
 }
 """Error number of the system → reason why an intact file cannot be read now, and what to do."""
 _ERRNO = re.compile(r"errno = (\d+)")
+StageFile = Callable[[Path], AbstractContextManager[Path]]
+"""Yields a temporary path for a file, which is moved to its place when the block succeeds, as `atomic_path` does."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -117,14 +119,19 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{_TEMPORARY}{path.suffix}")
     try:
         yield temporary
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-        _sync_folder(path.parent)
+        move_file(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         raise_if_full(error, path)
         raise
+
+
+def move_file(temporary: Path, path: Path) -> None:
+    """Put a written file in its place; it is on disk before."""
+    with temporary.open("rb") as handle:
+        os.fsync(handle.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -157,7 +164,7 @@ def raise_if_full(error: BaseException, path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete leftovers of a killed writer in a folder and its subfolders. Requires the folder's lock."""
+    """Delete leftovers of a killed writer in a folder and its subfolders. Requires that nobody writes there."""
     for pattern in (f".*{_TEMPORARY}*", _SAFETENSORS_TEMPORARY):
         for path in [*folder.glob(pattern), *folder.glob(f"*/{pattern}")]:
             path.unlink(missing_ok=True)
@@ -331,16 +338,4 @@ def file_lock(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -
                     f"{path}: this file system locks no files ({error.strerror}), so two commands could write at "
                     "once; mount it with flock, or keep the study on another disk"
                 ) from None
-        yield
-
-
-@contextmanager
-def site_lock(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock on a site's folder, and remove leftovers of a killed command in it.
-
-    With `wait` another command is waited for, else it is a WsiFlError.
-    """
-    busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
-    with file_lock(folder / ".lock", None if wait else busy):
-        remove_leftovers(folder)
         yield

@@ -10,10 +10,13 @@ import errno
 import os
 import re
 import resource
+import socket
 import sys
+import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypedDict
 
 from wsi_fl.system.cgroups import bytes_allowed, cores_allowed
 
@@ -42,6 +45,52 @@ def list_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))[:limit]
     return list(range(os.cpu_count() or 1))[:limit]
+
+
+class ProcessIdentity(TypedDict):
+    """A process among those of all machines; `start` is its time of start, against process numbers that come back."""
+
+    host: str
+    machine: str
+    pid: int
+    start: str
+
+
+def identify_process() -> ProcessIdentity:
+    """Return the identity of this process."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "machine": _identify_machine(), "pid": pid, "start": _read_process(pid)[1]}
+
+
+def is_running(identity: ProcessIdentity | None) -> bool | None:
+    """Return whether a process runs; None where it is on another machine, or unknown."""
+    if identity is None or identity["machine"] != _identify_machine():
+        return None
+    try:
+        os.kill(identity["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # of another user
+    state, start = _read_process(identity["pid"])
+    return state not in {"Z", "X"} and start in {identity["start"], ""}
+
+
+def _identify_machine() -> str:
+    """Return what processes have in common whose numbers can be compared: machine, start of it, container."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return f"{socket.gethostname()} {uuid.getnode()}"
+
+
+def _read_process(pid: int) -> tuple[str, str]:
+    """Return the state of a process and its time of start; "" where the system tells neither."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]
 
 
 def n_cores() -> int:

@@ -18,14 +18,16 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import EncodedItem, Encoder, EncoderError, StageSeconds, encode_items
 from wsi_fl.stages.prepare import slide_lists
-from wsi_fl.stages.prepare.slide_lists import BagsRow, Outcome
+from wsi_fl.stages.prepare.slide_lists import BagsRow, Outcome, PartRow
 from wsi_fl.stages.runtime.console import Watcher, describe_failure, describe_unread_patches, print_message
 from wsi_fl.stages.runtime.rank_job import RankJob
+from wsi_fl.stages.runtime.slide_work import join_slide_work
 from wsi_fl.stages.site.encoders import describe_transform
 from wsi_fl.stores.bag_shards import BagShard, current_shard, write_bag_shard
 from wsi_fl.stores.bag_store import Bag
-from wsi_fl.system.files import site_lock, write_bytes
+from wsi_fl.system.files import StageFile, atomic_path, remove_strays
 from wsi_fl.system.prefetch import map_in_order
+from wsi_fl.system.shared_work import WorkEnded
 from wsi_fl.types import DiskFull, GridSpec, WsiFlError
 
 _T = TypeVar("_T")
@@ -91,6 +93,7 @@ class BagBuilder:
 
     def __init__(self, site: str, path: Path, spec: GridSpec, encoder: Encoder) -> None:
         self.site, self.path, self.spec, self.encoder = site, path, spec, encoder
+        self._stage_file: StageFile = atomic_path
 
     def compute_fingerprint(self, slide: str) -> str:
         """Return the fingerprint of all inputs of a slide's bag."""
@@ -100,40 +103,70 @@ class BagBuilder:
         """Return the patches of a slide."""
         raise NotImplementedError
 
-    def write_store(self, outcomes: list[Outcome]) -> BagsRow:
-        """Write the store of all shards; return the site's row of the `--json` document."""
+    def list_settings(self) -> list[object]:
+        """Return what the store depends on (JSON) beside the encoder."""
+        raise NotImplementedError
+
+    def write_store(self, path: Path, outcomes: list[Outcome]) -> BagsRow:
+        """Write the store of all shards to a path; return the site's row of the `--json` document."""
         raise NotImplementedError
 
     def shard_path(self, slide: str) -> Path:
         """Return the path of a slide's shard."""
         return self.path.parent / self.data / f"{slide}.h5"
 
-    def build_store(self, job: RankJob, watcher: Watcher) -> tuple[BagsRow, dict[str, object]] | None:
-        """Make the shards of all slides, each rank its share; the first one holds the lock and writes the store.
+    def build_store(
+        self, job: RankJob, watcher: Watcher, parts: list[PartRow]
+    ) -> tuple[BagsRow, dict[str, object]] | None:
+        """Make the shards of all slides, beside other jobs, and the store of them.
+
+        Where slides of other parts are missing the store is not made, and the row is appended to `parts`.
 
         Returns:
-            The row of the site, and its speed; None on all ranks but the first.
+            The row of the site, and the speed of this job.
         """
-        start, folder, n_slides = time.perf_counter(), self.path.parent, len(self.slides)
-        with job.hold_on_first(site_lock(folder, self.site)):
+        start = time.perf_counter()
+        settings = [self.encoder.label, self.list_settings()]
+        with join_slide_work(job, self.path.parent, self.site, self.data, settings) as work:
+            self._stage_file = work.shared.stage_file
+            work.retry_items("bags", self._is_missing)
             outcomes = slide_lists.share_slides(
-                job,
-                self.slides,
+                work,
+                "bags",
+                {slide: slide for slide in self.slides},
                 self._write_shards,
-                lambda n_done, slide: watcher.update(self.site, n_done, n_slides, slide),
+                lambda n_done, n, slide: watcher.update(self.site, n_done, n, slide),
+                in_parts=True,
             )
-            row = slide_lists.finish_site(job, outcomes, self.write_store, (folder / self.data,))
-        if row is None:
-            return None
+            if work.n_missing:
+                parts.append(slide_lists.build_part_row(self.site, work, len(outcomes)))
+                return None
+            job_outcomes = [outcome for outcome in outcomes if outcome.slide in work.job_items]
+            row = work.close_work(lambda: self._close_store(outcomes))
         seconds = time.perf_counter() - start
-        return row | {"transform": describe_transform(self.encoder), "seconds": seconds}, {
+        row |= {
+            "transform": describe_transform(self.encoder),
+            "seconds": seconds,
+            "closed": True,
+            "done": len(job_outcomes),
+        }
+        return row, {
             "site": self.site,
-            "slides_per_second": sum(outcome.encoded > 0 for outcome in outcomes) / seconds,
-            "patches_per_second": sum(outcome.encoded for outcome in outcomes) / seconds,
-            "spent": asdict(sum((StageSeconds(**outcome.spent) for outcome in outcomes), StageSeconds())),
+            "slides_per_second": sum(outcome.encoded > 0 for outcome in job_outcomes) / seconds,
+            "patches_per_second": sum(outcome.encoded for outcome in job_outcomes) / seconds,
+            "spent": asdict(sum((StageSeconds(**outcome.spent) for outcome in job_outcomes), StageSeconds())),
         }
 
-    def _write_shards(self, slides: Sequence[str]) -> Iterator[Outcome]:
+    def _is_missing(self, slide: str, outcome: dict[str, object]) -> bool:
+        return not outcome["patches"] or not self.shard_path(slide).exists()
+
+    def _close_store(self, outcomes: list[Outcome]) -> BagsRow:
+        with self._stage_file(self.path) as staged:
+            row = self.write_store(staged, outcomes)
+        remove_strays([self.path.parent / self.data], {outcome.slide for outcome in outcomes if outcome.patches})
+        return row
+
+    def _write_shards(self, slides: Iterable[str]) -> Iterator[Outcome]:
         n_ahead = self.n_ahead
         with ExitStack() as stack:
             plans: Iterable[_StaleSlide | Outcome] = map(self._plan_slide, slides)
@@ -176,8 +209,10 @@ class BagBuilder:
                 stale.slide, stale.fingerprint, self.encoder.label, self.spec, bag, patches.mpp_l0, note, unread
             )
             if patches.picture is not None:
-                write_bytes(path.with_suffix(".png"), patches.picture())
-            write_bag_shard(path, shard)
+                with self._stage_file(path.with_suffix(".png")) as staged:
+                    staged.write_bytes(patches.picture())
+            with self._stage_file(path) as staged:
+                write_bag_shard(staged, shard)
             spent = encoded.spent + StageSeconds(write=time.perf_counter() - start)
             return _shard_outcome(shard, len(encoded.features), asdict(spent))
 
@@ -187,7 +222,7 @@ class BagBuilder:
         """Run a step of one slide; its failure must not end the others."""
         try:
             return step()
-        except (DiskFull, EncoderError):
+        except (DiskFull, EncoderError, WorkEnded):
             raise
         except Exception as error:
             if not self.sets_aside:

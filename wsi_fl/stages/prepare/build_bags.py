@@ -7,7 +7,7 @@ patch of a patch store.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Unpack
@@ -27,11 +27,11 @@ from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.stages.prepare import slide_lists
 from wsi_fl.stages.prepare.bag_builder import BagBuilder, SelectedPatches
-from wsi_fl.stages.prepare.slide_lists import BagsDocument, BagsRow, Outcome, Scope, SlideList
+from wsi_fl.stages.prepare.slide_lists import BagsDocument, BagsRow, Outcome, PartRow, Scope, SlideList
 from wsi_fl.stages.prepare.tile_plans import build_tissue_params
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, Watcher, print_message, render_speed_lines
 from wsi_fl.stages.runtime.hints import next_command, pipeline_method
-from wsi_fl.stages.runtime.rank_job import RankJob
+from wsi_fl.stages.runtime.rank_job import Part, RankJob
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stores.bag_shards import bag_fingerprint, read_bag_shard
@@ -154,7 +154,12 @@ class _MosaicBuilder(BagBuilder):
     def select_patches(self, slide: str) -> SelectedPatches:
         return self.selector.select_patches(self.records[slide])
 
-    def write_store(self, outcomes: list[Outcome]) -> BagsRow:
+    def list_settings(self) -> list[object]:
+        splits = {record.slide: record.split for record in self.records.values()}
+        sections = slide_lists.describe_settings(self.listed, "slides", "mosaic", "tissue", "subtypes")
+        return [sections, splits, [asdict(slide) for slide in self.excluded]]
+
+    def write_store(self, path: Path, outcomes: list[Outcome]) -> BagsRow:
         listed, pipeline = self.listed, self.listed.pipeline
         failed = [*self.excluded, *slide_lists.list_excluded(outcomes)]
         records = [self.records[outcome.slide] for outcome in outcomes if outcome.patches]
@@ -166,7 +171,7 @@ class _MosaicBuilder(BagBuilder):
         classes = slide_lists.store_classes(listed.site, subtypes)
         meta = BagMeta(self.site, classes, self.encoder.label, self.spec, "mosaic", subtypes, _mosaic_recipe(pipeline))
         mpp_l0 = np.array([shard.mpp_l0 for shard in shards])
-        write_bags(self.path, meta, table, [shard.bag for shard in shards], mpp_l0)
+        write_bags(path, meta, table, [shard.bag for shard in shards], mpp_l0)
         return slide_lists.build_mosaic_row(
             listed.study,
             meta,
@@ -209,14 +214,17 @@ class _FeatureBuilder(BagBuilder):
     def _slide_rows(self, slide: str) -> NDArray[np.int64]:
         return np.flatnonzero(self.store.table.slide == slide)
 
-    def write_store(self, outcomes: list[Outcome]) -> BagsRow:
+    def list_settings(self) -> list[object]:
+        return slide_lists.describe_file(self.study, self.study.store_path(self.site))
+
+    def write_store(self, path: Path, outcomes: list[Outcome]) -> BagsRow:
         """Write the store from all shards, one slide in memory at a time."""
         store, patches = self.store.meta, self.store.table
         recipe = {} if store.min_tissue is None else {"min_tissue": store.min_tissue}
         meta = BagMeta(self.site, store.classes, self.encoder.label, self.spec, "features", {}, recipe, store.generator)
         table, sizes = group_bags(patches)
         bags = (read_bag_shard(self.shard_path(str(slide))).bag for slide in table.slide)
-        write_bags(self.path, meta, table, bags, sizes=sizes, patches=patches)
+        write_bags(path, meta, table, bags, sizes=sizes, patches=patches)
         return {
             "site": self.site,
             "slides": len(self.slides),
@@ -230,10 +238,12 @@ class _FeatureBuilder(BagBuilder):
         }
 
 
-def make_mosaics(study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]) -> BagsDocument:
+def make_mosaics(
+    study: Study, *, watcher: Watcher | None = None, part: Part | None = None, **scope: Unpack[Scope]
+) -> BagsDocument:
     """Make the mosaics of one site, or of every site of the pipeline; return the `--json` document.
 
-    Under mpiexec or srun the ranks share the slides of each site; all but the first return {}.
+    Jobs share the slides of each site as those of `tile_slides` do; of ranks all but the first return {}.
     """
 
     def list_builders(job: RankJob) -> Iterator[BagBuilder]:
@@ -251,17 +261,19 @@ def make_mosaics(study: Study, *, watcher: Watcher | None = None, **scope: Unpac
             scans.extend(list_scans(builder.records.values(), builder.marks))
 
     scans: list[Scan] = []
-    document = _build_all_stores(list_builders, watcher)
+    document = _build_all_stores(list_builders, watcher, part)
     if document:
         document["copies"] = describe_shared(scans)
         document["next"] = slide_lists.next_commands(study, **scope)
     return document
 
 
-def make_features(study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]) -> BagsDocument:
+def make_features(
+    study: Study, *, watcher: Watcher | None = None, part: Part | None = None, **scope: Unpack[Scope]
+) -> BagsDocument:
     """Make the features of one site, or of every site of the pipeline; return the `--json` document.
 
-    Under mpiexec or srun the ranks share the slides of each site; all but the first return {}.
+    Jobs share the slides of each site as those of `tile_slides` do; of ranks all but the first return {}.
     """
 
     def list_builders(job: RankJob) -> Iterator[BagBuilder]:
@@ -271,7 +283,7 @@ def make_features(study: Study, *, watcher: Watcher | None = None, **scope: Unpa
         for store in stores:
             yield _FeatureBuilder(study, store, encoder)
 
-    document = _build_all_stores(list_builders, watcher)
+    document = _build_all_stores(list_builders, watcher, part)
     if document:
         document["next"] = [_features_command(study, **scope)]
     return document
@@ -288,20 +300,26 @@ def _features_command(study: Study, **scope: Unpack[Scope]) -> str:
 
 
 def _build_all_stores(
-    list_builders: Callable[[RankJob], Iterable[BagBuilder]], watcher: Watcher | None
+    list_builders: Callable[[RankJob], Iterable[BagBuilder]], watcher: Watcher | None, part: Part | None
 ) -> BagsDocument:
     """Build the bags of each site; return the `--json` document."""
-    job = RankJob()
+    job = RankJob(part)
     progress = job.select_watcher(watcher)
     builders = job.run_on_ranks(lambda: list(list_builders(job)))
     for builder in builders:
         progress.update(builder.site, 0, len(builder.slides))
-    results = [result for builder in builders if (result := builder.build_store(job, progress))]
-    return {"sites": [row for row, _ in results], "speed": [speed for _, speed in results]} if job.is_first else {}
+    parts: list[PartRow] = []
+    results = [result for builder in builders if (result := builder.build_store(job, progress, parts))]
+    if not job.is_first:
+        return {}
+    return {"sites": [row for row, _ in results], "parts": parts, "speed": [speed for _, speed in results]}
 
 
 def render_feature_lines(document: BagsDocument) -> Lines:
     """Yield a table with a row per site, speeds, and the next command."""
+    yield from slide_lists.render_part_lines(document["parts"], "features")
+    if not document["sites"]:
+        return
     headings = ("slides", "patches", "train", "test")
     sites: Sequence[Mapping[str, Any]] = document["sites"]
     rows = [[row[key] for key in ("site", *headings)] for row in sites]

@@ -28,7 +28,7 @@ from wsi_fl.stores.foreign_writers import write_clam, write_labels
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.system.files import site_lock
+from wsi_fl.system.shared_work import site_lock
 from wsi_fl.types import ExcludedSlide, GridSpec, SlideRecord, UsageError, WsiFlError, encoder_label
 
 _MAX_MPP_RATIO = 1.5

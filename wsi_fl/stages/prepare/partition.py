@@ -21,7 +21,8 @@ from wsi_fl.stores.patch_shards import ShardMeta, link_shards, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import MAX_SEED, dump_toml, validate_model
-from wsi_fl.system.files import read_sealed, remove_abandoned, site_lock, write_sealed, write_text
+from wsi_fl.system.files import read_sealed, remove_abandoned, write_sealed, write_text
+from wsi_fl.system.shared_work import JOBS_FOLDER, site_lock
 from wsi_fl.types import GridSpec, PatchTable, UsageError
 
 _BATCH_ROWS = 256
@@ -147,10 +148,9 @@ def _mark_unfinished(study: Study, sites: list[SiteFile]) -> Iterator[None]:
             study.site_path(name).unlink(missing_ok=True)
             remove_abandoned(study.site_path(name))
             for path in study.store_path(name).parent.glob("*"):
-                if path.is_dir():
-                    rmtree(path)
-                elif path not in (mark, first_folder / ".lock"):
-                    path.unlink()
+                if path in (mark, first_folder / JOBS_FOLDER):
+                    continue
+                rmtree(path) if path.is_dir() else path.unlink()
         write_sealed(mark, {"sites": len(sites)})
         yield
         mark.unlink()

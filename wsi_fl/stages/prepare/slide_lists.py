@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NotRequired, Required, TypedDict, TypeVar, Unpack
@@ -14,13 +14,13 @@ from wsi_fl.slides.layouts import Sources, read_site
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, build_site_table, render_speed_lines
 from wsi_fl.stages.runtime.hints import next_command
 from wsi_fl.stages.runtime.rank_job import RankJob
+from wsi_fl.stages.runtime.slide_work import SlideWork, Watch
 from wsi_fl.stages.site.slide_files import resolve_patterns
 from wsi_fl.stages.site.target_labels import Subtypes, list_classes
 from wsi_fl.stores.bag_store import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.system.files import remove_strays
 from wsi_fl.types import UNLABELLED, BagTable, ExcludedSlide, SlideRecord, UsageError
 
 _T = TypeVar("_T")
@@ -137,27 +137,73 @@ class Outcome:
     quality: SlideQuality | None = None
 
 
+def describe_settings(slides: SlideList, *sections: str) -> list[object]:
+    """Return what the stores of a site depend on (JSON): sections of the pipeline, the site, its slides' files."""
+    study, site = slides.study, slides.site
+    settings = slides.pipeline.model_dump(mode="json")
+    records = [
+        asdict(record)
+        | {name: describe_file(study, path) for name in ("path", "annotation") if (path := getattr(record, name))}
+        for record in slides.records
+    ]
+    excluded = [asdict(slide) for slide in slides.excluded]
+    return [{name: settings[name] for name in sections}, site.annotations_origin, site.role, records, excluded]
+
+
+def describe_file(study: Study, path: Path) -> list[object]:
+    """Return a file's path in the study, size and time of change; only the path where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return [study.relative_path(path)]
+    return [study.relative_path(path), status.st_size, status.st_mtime_ns]
+
+
 def share_slides(
-    job: RankJob,
-    items: Sequence[_T],
-    work: Callable[[list[_T]], Iterable[Outcome]],
-    progress: Callable[[float, _T], None],
+    work: SlideWork,
+    phase: str,
+    items: Mapping[str, _T],
+    do_items: Callable[[Iterator[_T]], Iterable[Outcome]],
+    watch: Watch,
+    *,
+    in_parts: bool = False,
 ) -> list[Outcome]:
-    """Distribute a site's slides over the ranks; return all outcomes in order (see `Job.share`)."""
-    return [Outcome(**outcome) for outcome in job.share_items(items, lambda share: map(asdict, work(share)), progress)]
+    """Share a site's slides with other jobs; return the outcomes of done ones in order (`SlideWork.share_items`)."""
+    documents = work.share_items(phase, items, lambda drawn: map(asdict, do_items(drawn)), watch, in_parts=in_parts)
+    return [Outcome(**document) for document in documents.values()]
 
 
-def finish_site(
-    job: RankJob, outcomes: list[Outcome], write_store: Callable[[list[Outcome]], _T], folders: Iterable[Path]
-) -> _T | None:
-    """Write the store of a site on the first rank, then remove files of other slides from the folders."""
+class PartRow(TypedDict):
+    """A site's row in the document of a part of an array that did not close the store, since slides are missing."""
 
-    def write_and_clear() -> _T:
-        document = write_store(outcomes)
-        remove_strays(folders, {outcome.slide for outcome in outcomes if outcome.patches})
-        return document
+    site: str
+    part: str
+    closed: bool
+    done: int
+    slides: int
+    missing: int
 
-    return job.run_on_first(write_and_clear)
+
+def build_part_row(site: str, work: SlideWork, n_done: int) -> PartRow:
+    """Return the row after a phase of so many done slides, by whomever."""
+    return {
+        "site": site,
+        "part": str(work.job.part),
+        "closed": False,
+        "done": len(work.job_items),
+        "slides": n_done + work.n_missing,
+        "missing": work.n_missing,
+    }
+
+
+def render_part_lines(parts: Sequence[PartRow], command: str) -> Lines:
+    """Yield what is missing for the store of each site."""
+    for row in parts:
+        yield TextLine(
+            f"  {row['site']}: part {row['part']} is done ({row['done']} slides by this job); {row['missing']} of "
+            f"{row['slides']} slides are missing, and the part that does the last one, or "
+            f"`wsi-fl {command} --site {row['site']}`, makes the store"
+        )
 
 
 def list_excluded(outcomes: Iterable[Outcome]) -> list[ExcludedSlide]:
@@ -237,6 +283,8 @@ class BagsRow(TypedDict):
 
     site: str
     slides: int
+    closed: NotRequired[bool]
+    done: NotRequired[int]
     made: NotRequired[int]
     failed: NotRequired[list[dict[str, object]]]
     notes: NotRequired[list[dict[str, str]]]
@@ -258,6 +306,7 @@ class BagsDocument(TypedDict, total=False):
     """The document of these commands; empty on all ranks but the first."""
 
     sites: list[BagsRow]
+    parts: list[PartRow]
     copies: list[str]
     speed: list[dict[str, object]]
     next: list[str]
@@ -309,7 +358,10 @@ def first_failure(failed: Sequence[ExcludedSlide]) -> str:
 
 def render_mosaic_lines(document: BagsDocument) -> Lines:
     """Yield bags by class and split of every site, excluded slides, and the next command."""
+    yield from render_part_lines(document.get("parts", ()), "mosaic")
     rows: Sequence[Mapping[str, Any]] = document["sites"]
+    if not rows:
+        return
     names = dict.fromkeys(name for row in rows for name in row["classes"])
     classes = [[name, *(row["classes"].get(name, 0) for row in rows)] for name in names]
     splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]

@@ -8,6 +8,7 @@ killed job loses at most the slide in hand.
 from __future__ import annotations
 
 import csv
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,16 +26,17 @@ from wsi_fl.slides.patching.artifacts import KINDS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import slide_lists
-from wsi_fl.stages.prepare.slide_lists import Outcome, Scope, SlideList, SlideQuality
+from wsi_fl.stages.prepare.slide_lists import Outcome, PartRow, Scope, SlideList, SlideQuality
 from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_slides, select_patches
 from wsi_fl.stages.prepare.write_shards import ShardWriter
 from wsi_fl.stages.runtime.console import Lines, TextLine, Watcher, print_message
 from wsi_fl.stages.runtime.hints import next_command, pipeline_method
-from wsi_fl.stages.runtime.rank_job import RankJob
+from wsi_fl.stages.runtime.rank_job import Part, RankJob
+from wsi_fl.stages.runtime.slide_work import SlideWork, join_slide_work
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_shards import Counts, link_shards, read_linked_counts
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import site_lock, write_csv
+from wsi_fl.system.files import StageFile, remove_strays, write_csv
 from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, ExcludedSlide, SlideRecord, WsiFlError
 
 
@@ -46,9 +48,14 @@ class _TissueRow(TypedDict):
 
 
 class _TileRow(TypedDict):
-    """A site's row in the document of `tile`: numbers of slides, patches (by label and split) and patients."""
+    """A site's row in the document of `tile`: numbers of slides, patches (by label and split) and patients.
+
+    `done` counts the slides that this job did of those it shared with others; `closed` is true.
+    """
 
     site: str
+    closed: bool
+    done: int
     slides: int
     failed: list[dict[str, str]]
     notes: list[dict[str, str]]
@@ -70,16 +77,23 @@ class _TileDocument(TypedDict, total=False):
     """The document of `tile`; empty on all ranks but the first."""
 
     sites: list[_TileRow]
+    parts: list[PartRow]
     copies: list[str]
     next: list[str]
 
 
-def tile_slides(study: Study, *, watcher: Watcher | None = None, **scope: Unpack[Scope]) -> _TileDocument:
+def tile_slides(
+    study: Study, *, watcher: Watcher | None = None, part: Part | None = None, **scope: Unpack[Scope]
+) -> _TileDocument:
     """Tile one site, or every site of the pipeline; return the `--json` document.
 
-    Under mpiexec or srun the ranks share the slides of each site; all but the first return {}.
+    Any number of jobs may do the same at once, and share the slides of each site; so do ranks of mpiexec or srun, of
+    which all but the first return {}.
+
+    Args:
+        part: write the patches of these slides alone; the store is made when no other part is missing.
     """
-    job = RankJob()
+    job = RankJob(part)
     progress = job.select_watcher(watcher)
     site_lists = job.run_on_ranks(lambda: slide_lists.list_slides(study, job, **scope))
     for slides in site_lists:
@@ -92,9 +106,12 @@ def tile_slides(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
             )
         progress.update(slides.site.name, 0, len(slides.records))
     scans: list[Scan] = []
-    rows = [row for slides in site_lists if (row := _tile_site(slides, job, progress, scans))]
-    steps = _next_steps(study, site_lists[0], **scope)
-    return {"sites": rows, "copies": describe_shared(scans), "next": steps} if job.is_first else {}
+    parts: list[PartRow] = []
+    rows = [row for slides in site_lists if (row := _tile_site(slides, job, progress, scans, parts))]
+    if not job.is_first:
+        return {}
+    steps = [] if parts else _next_steps(study, site_lists[0], **scope)
+    return {"sites": rows, "parts": parts, "copies": describe_shared(scans), "next": steps}
 
 
 def _next_steps(study: Study, slides: SlideList, **scope: Unpack[Scope]) -> list[str]:
@@ -109,36 +126,43 @@ def _next_steps(study: Study, slides: SlideList, **scope: Unpack[Scope]) -> list
     return [*steps, next_command(f"train --method {method}", *options)]
 
 
-def _tile_site(slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Scan]) -> _TileRow | None:
-    """Plan the slides, then write the shards, on all ranks; and append the scans of stored slides to `scans`."""
+def _tile_site(
+    slides: SlideList, job: RankJob, watcher: Watcher, scans: list[Scan], parts: list[PartRow]
+) -> _TileRow | None:
+    """Plan the slides, then write the shards, beside other jobs; and append the scans of stored slides to `scans`.
+
+    Where slides of other parts are missing the store is not made, and the row is appended to `parts`.
+    """
     start, name, fraction = time.perf_counter(), slides.site.name, slides.pipeline.slides.test_fraction
-    store, n_slides = slides.study.store_path(name), len(slides.records)
+    folder = slides.study.store_path(name).parent
     # a table that contradicts itself is refused before slides are opened
     assign_splits(slides.records, test_fraction=fraction)
-    plans = Plans(store.parent / ".plans", slides.records, build_grid_spec(slides.pipeline))
-    writer = ShardWriter(slides, plans, job.threads)
-    with job.hold_on_first(site_lock(store.parent, name)):
+    settings = slide_lists.describe_settings(slides, "slides", "tile", "tissue", "store")
+    with join_slide_work(job, folder, name, "tile", settings) as work:
+        stage_file = work.shared.stage_file
+        plans = Plans(folder / ".plans", slides.records, build_grid_spec(slides.pipeline), stage_file)
+        writer = ShardWriter(slides, plans, job.threads, stage_file)
+        work.retry_items("plans", lambda *_: True)  # they take no time where nothing changed
         plan_outcomes = slide_lists.share_slides(
-            job,
-            range(n_slides),
-            lambda share: plan_slides(share, slides, plans, job.threads),
-            lambda n_done, _: watcher.update(name, n_done / 2, n_slides, "finding tissue"),
+            work,
+            "plans",
+            {record.slide: number for number, record in enumerate(slides.records)},
+            lambda numbers: plan_slides(numbers, slides, plans, job.threads),
+            lambda n_done, n, _: watcher.update(name, n_done / 2, n, "finding tissue"),
         )
         site_scans = job.run_on_ranks(lambda: _split_slides(plans, plan_outcomes, fraction))
-        shard_outcomes = _write_shards(slides, plans, plan_outcomes, writer, job, watcher)
-        failed = [*slides.excluded, *slide_lists.list_excluded((*plan_outcomes, *shard_outcomes))]
-        folders = (*(store.parent / part for part in ("slides", "overview")), plans.folder)
-        counts = slide_lists.finish_site(
-            job, shard_outcomes, lambda _: _write_columns(slides, plans, writer, shard_outcomes, failed), folders
-        )
+        shard_outcomes = _write_shards(slides, plans, plan_outcomes, writer, work, watcher)
+        n_done = len(work.job_items)
+        if work.n_missing:
+            parts.append(slide_lists.build_part_row(name, work, len(shard_outcomes)))
+            return None
+        row = work.close_work(lambda: _close_store(slides, plans, writer, plan_outcomes, shard_outcomes, stage_file))
+    if job.is_first:
+        _report_raw(slides, shard_outcomes)
     stored_names = {outcome.slide for outcome in shard_outcomes if outcome.patches}
     site_scans = [scan for scan in site_scans if scan.slide in stored_names]
     scans += site_scans
-    if counts is None:
-        return None
-    _report_raw(slides, shard_outcomes)
-    row = _build_row(slides, plans.records, (*plan_outcomes, *shard_outcomes), failed, counts)
-    row["copies"], row["seconds"] = describe_copies(site_scans), time.perf_counter() - start
+    row["done"], row["copies"], row["seconds"] = n_done, describe_copies(site_scans), time.perf_counter() - start
     return row
 
 
@@ -147,11 +171,11 @@ def _write_shards(
     plans: Plans,
     plan_outcomes: Sequence[Outcome],
     writer: ShardWriter,
-    job: RankJob,
+    work: SlideWork,
     watcher: Watcher,
 ) -> list[Outcome]:
-    """Select patches over the whole site and write the shards on all ranks; return the outcome of each slide."""
-    name = slides.site.name
+    """Select patches over the whole site and write the shards, beside other jobs; return the outcomes of done ones."""
+    name, job = slides.site.name, work.job
 
     def choose_rows() -> list[tuple[int, NDArray[np.bool_]]]:
         selected = select_patches(plans, plan_outcomes, slides.pipeline)
@@ -162,30 +186,52 @@ def _write_shards(
         return selected
 
     selected = job.run_on_ranks(choose_rows)
-    n_planned = len(selected)
+    phase = f"shards-{_hash_selection(plans, selected)}"
+    work.retry_items(phase, lambda slide, outcome: not outcome["patches"] or not writer.shard_path(slide).exists())
     return slide_lists.share_slides(
-        job,
-        selected,
+        work,
+        phase,
+        {plans.slide_name(number): (number, rows) for number, rows in selected},
         writer.write_shards,
-        lambda n_done, item: watcher.update(name, (n_planned + n_done) / 2, n_planned, plans.slide_name(item[0])),
+        lambda n_done, n, note: watcher.update(name, (n + n_done) / 2, n, note),
+        in_parts=True,
     )
 
 
-def _write_columns(
+def _hash_selection(plans: Plans, selected: Sequence[tuple[int, NDArray[np.bool_]]]) -> str:
+    """Return a digest of the selected patches and the splits of all slides."""
+    digest = hashlib.sha256()
+    for number, rows in selected:
+        digest.update(f"{plans.slide_name(number)} {plans.records[number].split}".encode() + rows.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _close_store(
     slides: SlideList,
     plans: Plans,
     writer: ShardWriter,
+    plan_outcomes: Sequence[Outcome],
     shard_outcomes: Sequence[Outcome],
-    failed: Sequence[ExcludedSlide],
-) -> Counts:
-    """Write the store that links the shards; return its counts."""
-    paths = [writer.shard_path(outcome.slide) for outcome in shard_outcomes if outcome.patches]
-    if not paths:
+    stage_file: StageFile,
+) -> _TileRow:
+    """Write the store that links the shards, and `quality.csv`; return the site's row."""
+    failed = [*slides.excluded, *slide_lists.list_excluded((*plan_outcomes, *shard_outcomes))]
+    stored_names = [outcome.slide for outcome in shard_outcomes if outcome.patches]
+    if not stored_names:
         raise WsiFlError(f"site {slides.site.name}: no slide gave a patch; {slide_lists.first_failure(failed)}")
+    paths = [writer.shard_path(slide) for slide in stored_names]
     store = slides.study.store_path(slides.site.name)
     classes = UNLABELLED if slides.site.is_receiver else CLASSES
     meta = StoreMeta(slides.site.name, classes, plans.spec, min_tissue=slides.pipeline.tile.min_tissue)
-    return read_linked_counts(store, meta, paths) or link_shards(store, meta, paths)
+    counts = read_linked_counts(store, meta, paths)
+    if counts is None:
+        with stage_file(store) as staged:
+            counts = link_shards(staged, meta, paths, folder=store.parent)
+    outcomes = (*plan_outcomes, *shard_outcomes)
+    quality = {outcome.slide: outcome.quality for outcome in outcomes if outcome.quality}
+    _write_quality(store.with_name("quality.csv"), quality, stage_file)
+    remove_strays((store.parent / "slides", store.parent / "overview", plans.folder), set(stored_names))
+    return _build_row(slides, plans.records, outcomes, failed, counts)
 
 
 def _report_raw(slides: SlideList, shard_outcomes: Sequence[Outcome]) -> None:
@@ -205,16 +251,17 @@ def _build_row(
     failed: Sequence[ExcludedSlide],
     counts: Counts,
 ) -> _TileRow:
-    """Write `quality.csv`, and return the site's row of the `--json` document, without copies and time."""
+    """Return the site's row of the `--json` document, without what is of this job, copies and time."""
     store = slides.study.store_path(slides.site.name)
     quality = {outcome.slide: outcome.quality for outcome in outcomes if outcome.quality}
-    _write_quality(store.with_name("quality.csv"), quality)
     classes = CLASSES if len(counts["train"]) > 1 else UNLABELLED
     table = {split: dict(zip(classes, counts[split].tolist(), strict=True)) for split in SPLITS}
     sums = {split: sum(table[split].values()) for split in SPLITS}
     excluded, tissue = _summarize_quality(quality.values())
     return {
         "site": slides.site.name,
+        "closed": True,
+        "done": 0,
         "slides": len(records) + len(slides.excluded),
         "failed": [asdict(slide) for slide in failed],
         "notes": [
@@ -267,7 +314,9 @@ _FEW_TEST_PATIENTS = 5
 
 def render_tile_lines(document: _TileDocument) -> Lines:
     """Yield the table of the paper (Table 1), labels × train and test × sites, excluded slides, next commands."""
-    rows = document["sites"]
+    yield from slide_lists.render_part_lines(document["parts"], "tile")
+    if not (rows := document["sites"]):
+        return
     lines: list[list[Any] | None] = []
     for split in SPLITS:
         counts = [row["table"][split] for row in rows]
@@ -321,7 +370,7 @@ def render_quality_lines(row: _TileRow) -> Lines:
             yield TextLine(f"  {row['site']}: tissue of {tissue['slides']} slides by {name}{area}; by slide: {table}")
 
 
-def _write_quality(path: Path, qualities: Mapping[str, SlideQuality]) -> None:
+def _write_quality(path: Path, qualities: Mapping[str, SlideQuality], stage_file: StageFile) -> None:
     """Write a line per slide; no file without excluded patches and with saturation as only method."""
     if not any(quality["aside"] or quality["tissue_by"] != "saturation" for quality in qualities.values()):
         path.unlink(missing_ok=True)
@@ -331,7 +380,8 @@ def _write_quality(path: Path, qualities: Mapping[str, SlideQuality]) -> None:
         counts = [quality["aside"].get(kind, 0) for kind in KINDS]
         gain = "" if isnan(quality["tissue_gain"]) else f"{quality['tissue_gain']:.3g}"
         rows.append([slide, quality["good"], *counts, quality["tissue_by"], gain])
-    write_csv(path, rows)
+    with stage_file(path) as staged:
+        write_csv(staged, rows)
 
 
 def read_excluded(path: Path) -> dict[str, dict[str, int]]:

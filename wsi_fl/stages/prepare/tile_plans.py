@@ -29,7 +29,7 @@ from wsi_fl.stages.prepare.slide_lists import Outcome, SlideList, SlideQuality
 from wsi_fl.stages.runtime.console import describe_failure
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import atomic_path, file_sha256
+from wsi_fl.system.files import StageFile, atomic_path, file_sha256
 from wsi_fl.system.prefetch import map_in_order
 from wsi_fl.types import GridSpec, SlideRecord, UsageError
 
@@ -98,10 +98,16 @@ def _hash_plan_inputs(record: SlideRecord, spec: GridSpec, params: PlanParams, r
 
 
 class Plans:
-    """The plans of a site's slides in a folder; every rank reads all of them."""
+    """The plans of a site's slides in a folder; every job reads all of them.
 
-    def __init__(self, folder: Path, records: Sequence[SlideRecord], spec: GridSpec) -> None:
-        self.folder, self.records, self.spec = folder, records, spec
+    Args:
+        stage_file: writes them, as `atomic_path` does.
+    """
+
+    def __init__(
+        self, folder: Path, records: Sequence[SlideRecord], spec: GridSpec, stage_file: StageFile = atomic_path
+    ) -> None:
+        self.folder, self.records, self.spec, self._stage_file = folder, records, spec, stage_file
 
     def has_plan(self, number: int, digest: str) -> bool:
         """Return whether the slide with this number has an intact plan from the same inputs."""
@@ -132,7 +138,7 @@ class Plans:
                 plain[field.name] = list(value) if isinstance(value, tuple) else value
         self.folder.mkdir(parents=True, exist_ok=True)
         arrays["plain"] = np.array(json.dumps(plain))
-        with atomic_path(self._plan_path(number)) as temporary, temporary.open("wb") as file:
+        with self._stage_file(self._plan_path(number)) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub takes them for allow_pickle
 
     def load_plan(self, number: int) -> SlidePlan:
@@ -177,7 +183,7 @@ class Plans:
         return self.folder / f"{self.slide_name(number)}.npz"
 
 
-def plan_slides(numbers: Sequence[int], slides: SlideList, plans: Plans, threads: int) -> Iterator[Outcome]:
+def plan_slides(numbers: Iterable[int], slides: SlideList, plans: Plans, threads: int) -> Iterator[Outcome]:
     """Plan and store the slides with these numbers, a few at a time; current plans are reused.
 
     Yields:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,8 +22,9 @@ from wsi_fl.stores import patch_shards as stored
 from wsi_fl.stores.fields import Marked
 from wsi_fl.stores.patch_store import SlideSource, parse_quality
 from wsi_fl.system import jpeg
-from wsi_fl.system.files import write_bytes
+from wsi_fl.system.files import StageFile
 from wsi_fl.system.prefetch import map_in_order
+from wsi_fl.system.shared_work import WorkEnded
 from wsi_fl.types import CLASSES, DiskFull, GridSpec, PatchTable, WsiFlError
 
 _STREAMS_PER_TASK = 16
@@ -57,8 +58,8 @@ class ShardWriter:
         content: the setting `store.pixels`.
     """
 
-    def __init__(self, slides: SlideList, plans: Plans, threads: int) -> None:
-        self._plans, self._spec, self._threads = plans, plans.spec, threads
+    def __init__(self, slides: SlideList, plans: Plans, threads: int, stage_file: StageFile) -> None:
+        self._plans, self._spec, self._threads, self._stage_file = plans, plans.spec, threads, stage_file
         self.folder, self.content = (slides.study.store_path(slides.site.name).parent, slides.pipeline.store.pixels)
         self._reader, self._relative = slides.pipeline.slides.reader, slides.study.relative_path
         self._notes: dict[str, set[str]] = {}
@@ -66,7 +67,7 @@ class ShardWriter:
     def shard_path(self, slide: str) -> Path:
         return self.folder / "slides" / f"{slide}.h5"
 
-    def write_shards(self, selected: Sequence[tuple[int, NDArray[np.bool_]]]) -> Iterator[Outcome]:
+    def write_shards(self, selected: Iterable[tuple[int, NDArray[np.bool_]]]) -> Iterator[Outcome]:
         """Write the shards and pictures of these slides; yield the outcomes in order.
 
         Two at a time: while one is opened, closed or drawn, the other is read.
@@ -88,8 +89,9 @@ class ShardWriter:
             corners = np.array([(x, y) for x, y, _ in unread], np.int64).reshape(-1, 2)
             is_stored = keep & ~(plan.xy_l0[:, None] == corners[None]).all(-1).any(-1)
             if not picture.exists():
-                write_bytes(picture, draw_overview(plan, is_stored))
-        except DiskFull:
+                with self._stage_file(picture) as staged:
+                    staged.write_bytes(draw_overview(plan, is_stored))
+        except (DiskFull, WorkEnded):
             raise
         except Exception as error:  # the failure of one slide must not end the others
             return Outcome(slide, reason=describe_failure(error))
@@ -126,7 +128,8 @@ class ShardWriter:
             print_message(f"  {record.slide}: {stale}, tiled again")
         if stale is not None:
             self._picture_path(record.slide).unlink(missing_ok=True)  # must not outlive a kill here
-            self._write_shard(shard, meta, table, plan)
+            with self._stage_file(shard) as staged:
+                self._write_shard(staged, meta, table, plan)
         return stored.read_shard_content(shard)
 
     def _write_shard(self, shard: Path, meta: stored.ShardMeta, table: PatchTable, plan: SlidePlan) -> None:

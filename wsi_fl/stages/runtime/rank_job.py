@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -23,11 +25,40 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
+class Part(NamedTuple):
+    """A fixed share of all slides, such as that of a job of an array."""
+
+    number: int
+    n_parts: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.n_parts}"
+
+    def select_items(self, items: Sequence[_T]) -> list[_T]:
+        """Return the items of this part."""
+        return list(items[self.number - 1 :: self.n_parts])
+
+
+def parse_part(text: str | None) -> Part | None:
+    """Return the part "3/64"; None for None.
+
+    Raises:
+        UsageError: for another text, or a part that does not exist.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UsageError(f"--part {text}: write the number of the part and of all parts, from 1/8 to 8/8")
+    return Part(int(match[1]), int(match[2]))
+
+
 class _RankCores(TypedDict):
-    """The machine of a rank, and its usable cores."""
+    """The machine of a rank, its usable cores, and a name drawn by it."""
 
     host: str
     cores: list[int]
+    name: str
 
 
 class _RankOutcome(TypedDict, total=False):
@@ -39,11 +70,18 @@ class _RankOutcome(TypedDict, total=False):
 
 
 class RankJob:
-    """This process among those of the job: its `rank`, the number of ranks (`size`) and its cores (`threads`)."""
+    """This process among those of the job.
 
-    def __init__(self) -> None:
-        self.rank, self.size = 0, count_ranks() or 1
-        rank_cores: _RankCores = {"host": socket.gethostname(), "cores": list_cores()}
+    Attributes:
+        rank: its number, and `size` that of all ranks.
+        threads: its share of the machine's cores.
+        group: a name that all ranks of the job share.
+        part: the part of the slides that the job was given; None for whatever is free.
+    """
+
+    def __init__(self, part: Part | None = None) -> None:
+        self.rank, self.size, self.part = 0, count_ranks() or 1, part
+        rank_cores: _RankCores = {"host": socket.gethostname(), "cores": list_cores(), "name": secrets.token_hex(6)}
         cores_by_rank = [rank_cores]
         if count_ranks() is not None:
             from wsi_fl.federation.comm import MpiComm
@@ -51,7 +89,7 @@ class RankJob:
             self._comm = MpiComm(inf, tuple(range(self.size)))
             self.rank = int(self._comm.sites[0])
             cores_by_rank = self._comm.gather([rank_cores], _RankCores)
-        self.threads = _count_cores(rank_cores, cores_by_rank)
+        self.threads, self.group = _count_cores(rank_cores, cores_by_rank), cores_by_rank[0]["name"]
 
     @property
     def is_first(self) -> bool:
@@ -76,7 +114,7 @@ class RankJob:
         A failure anywhere is printed once, by the first rank, and ends all (SystemExit); finished work stays.
         """
         results: list[_T] = []
-        self._gather_results(lambda: results.append(work()))
+        self.collect_on_ranks(lambda: results.append(work()))
         return results[0]
 
     def run_on_first(self, work: Callable[[], _T]) -> _T | None:
@@ -84,38 +122,21 @@ class RankJob:
         return self.run_on_ranks(lambda: work() if self.is_first else None)
 
     @contextmanager
-    def hold_on_first(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Hold a context on the first rank; all ranks wait until it is entered."""
+    def enter_on_ranks(self, context: AbstractContextManager[_T]) -> Iterator[_T]:
+        """Enter a context on each rank; all wait until it is entered."""
         with ExitStack() as stack:
-            self.run_on_first(lambda: stack.enter_context(context))
-            yield
+            yield self.run_on_ranks(lambda: stack.enter_context(context))
 
-    def share_items(
-        self,
-        items: Sequence[_T],
-        work: Callable[[list[_T]], Iterable[_R]],
-        progress: Callable[[float, _T], None] | None = None,
-    ) -> list[_R]:
+    def share_items(self, items: Sequence[_T], work: Callable[[list[_T]], Iterable[_R]]) -> list[_R]:
         """Distribute the items over the ranks; return all results in the order of the items.
 
         Args:
             work: yields a result, plain enough for JSON, for each item of a share, in order.
-            progress: called after each item with the estimated number (float) of all finished items, and the item.
         """
-        local_items = self.local_share(items)
-
-        def work_locally() -> list[_R]:
-            results: list[_R] = []
-            for item, result in zip(local_items, work(local_items), strict=True):
-                results.append(result)
-                if progress is not None:
-                    progress(len(results) * len(items) / len(local_items), item)
-            return results
-
-        parts = self._gather_results(work_locally)
+        parts = self.collect_on_ranks(lambda: list(work(self.local_share(items))))
         return [parts[k % self.size][k // self.size] for k in range(len(items))]
 
-    def _gather_results(self, work: Callable[[], _T]) -> list[_T]:
+    def collect_on_ranks(self, work: Callable[[], _T]) -> list[_T]:
         """Do the work on every rank and return all results (JSON) in order of ranks."""
         if self.size == 1:
             return [work()]

@@ -46,7 +46,8 @@ from wsi_fl.synthesis.stages.generator_types import (
     select_shared_phase,
 )
 from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
-from wsi_fl.system.files import site_lock, write_bytes, write_sealed, write_text
+from wsi_fl.system.files import write_bytes, write_sealed, write_text
+from wsi_fl.system.shared_work import site_lock
 from wsi_fl.types import UsageError, WsiFlError
 
 _PAGE_IMAGES = 9

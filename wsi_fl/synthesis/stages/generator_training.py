@@ -20,7 +20,8 @@ from wsi_fl.synthesis.keys import LpipsKeys
 from wsi_fl.synthesis.stages.generator_types import GeneratorTrainer, GeneratorType, Losses
 from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
 from wsi_fl.synthesis.training_state import balance_labels
-from wsi_fl.system.files import site_lock, write_bytes
+from wsi_fl.system.files import write_bytes
+from wsi_fl.system.shared_work import JOBS_FOLDER, site_lock
 from wsi_fl.types import UsageError, WsiFlError
 
 _LOG_EVERY = 20
@@ -129,12 +130,10 @@ def _render_preview(trainer: GeneratorTrainer) -> bytes:
 
 
 def _clear_folder(folder: Path) -> None:
-    """Remove everything from a generator's folder except its lock."""
+    """Remove everything from a generator's folder except the heartbeat of this command."""
     for path in folder.iterdir():
-        if path.is_dir():
-            rmtree(path)
-        elif path.name != ".lock":
-            path.unlink()
+        if path.name != JOBS_FOLDER:
+            rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _open_document(study: Study, site: str, folder: GeneratorFolder, settings: Document, store: Document) -> Document:

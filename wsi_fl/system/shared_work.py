@@ -1,0 +1,399 @@
+"""Work that processes share through a folder, on one machine or on many, without locks.
+
+A process joins the work of a folder (`join_work`), claims items that nobody has, and records the outcome of each. The
+claims of a process that ended, or gave no heartbeat for two minutes, are free again. The file system must do this:
+
+- creating a file with O_EXCL succeeds for one of several processes;
+- `rename` replaces a file as a whole, moves a folder with its content, and fails where the folder is gone;
+- whoever opens a file after it was closed reads what was written.
+
+Local disks do, and so do NFS, SMB, SSHFS, Lustre, GPFS and CephFS. Locks are not used. Clocks need not agree: a
+heartbeat is a write to a file, and its age is the difference to a write of the reader on the same file system.
+
+Claims are cooperative. A process that is wrongly taken for dead goes on, and its items are done twice, which costs time
+alone: files are written in the folder of the work and renamed to their places (`SharedWork.stage_file`), so nobody can
+write after the work has ended.
+
+    FOLDER/.jobs/WORK/work.json        the command and its settings; all who join must agree
+    FOLDER/.jobs/WORK/jobs/JOB         the heartbeat of a process, and who it is
+    FOLDER/.jobs/WORK/staging/JOB/     files that it is writing
+    FOLDER/.jobs/WORK/PHASE/ITEM.1     the claim of an item; .2 of the next owner, when the first one died
+    FOLDER/.jobs/WORK/PHASE/ITEM.done  its outcome
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from wsi_fl.system.files import move_file, raise_if_full, remove_leftovers
+from wsi_fl.system.machine import ProcessIdentity, identify_process, is_running
+from wsi_fl.types import WsiFlError
+
+JOBS_FOLDER = ".jobs"
+"""Name of the folder in which processes share the work on a folder."""
+_BEAT_S, _SILENT_S = 10.0, 120.0
+"""Seconds between heartbeats, and without one until a process counts as dead. A network file system may show a write of
+another machine a minute late."""
+_RETRY_S, _CACHE_S = 0.2, 1.0
+_DONE = "done"
+_EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT)
+"""Errors of a rename that another process forestalled."""
+
+
+class WorkEnded(WsiFlError):
+    """The work ended without this process, which had been taken for dead."""
+
+
+class Worker(NamedTuple):
+    """Another process at the work: who it is, the group of its command, and the seconds since its heartbeat."""
+
+    identity: ProcessIdentity | None
+    group: str
+    silent_s: float
+
+    @property
+    def is_active(self) -> bool:
+        """Whether its claims hold."""
+        return self.silent_s < _SILENT_S and is_running(self.identity) is not False
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it may still write: it is active, or runs on this machine."""
+        return self.is_active or is_running(self.identity) is True
+
+    def __str__(self) -> str:
+        return f"process {self.identity['pid']} on {self.identity['host']}" if self.identity else "a process"
+
+
+class WorkKey(NamedTuple):
+    """The command of a work and the digest of its settings."""
+
+    command: str
+    digest: str
+
+
+class SharedWork:
+    """The work on a folder, as one of its processes sees it; made by `join_work`.
+
+    Attributes:
+        path: the folder of the work.
+        group: the command that this process belongs to; its MPI ranks have the same.
+        is_resumed: whether it was left unfinished, and no other command is at work.
+    """
+
+    def __init__(self, path: Path, group: str) -> None:
+        self.path, self.group, self.is_resumed = path, group, False
+        self._job = secrets.token_hex(6)
+        self._staging = path / "staging" / self._job
+        self._heartbeat = path / "jobs" / self._job
+        self._document = json.dumps({"identity": identify_process(), "group": group})
+        self._claims: dict[tuple[str, str], Path] = {}
+        self._workers: dict[str, tuple[float, Worker | None]] = {}
+        self._beat_time, self._trusted_since = float("-inf"), float("-inf")
+        self._end_event = threading.Event()
+
+    def read_key(self) -> WorkKey:
+        with self._require_work():
+            return WorkKey(*json.loads((self.path / "work.json").read_text()))
+
+    # items
+
+    def claim_item(self, phase: str, item: str) -> bool:
+        """Claim an item; return whether this process is to do it: nobody did or does."""
+        folder = self.path / phase
+        with self._require_work():
+            folder.mkdir(exist_ok=True)
+            for number in count(1):
+                claim = folder / f"{item}.{number}"
+                try:
+                    with claim.open("x") as file:
+                        file.write(self._job)
+                except FileExistsError:
+                    if self._is_held(claim) or (folder / f"{item}.{_DONE}").exists():
+                        return False
+                else:
+                    self._claims[phase, item] = claim
+                    return True
+        raise AssertionError
+
+    def _is_held(self, claim: Path) -> bool:
+        """Return whether the owner of a claim is active."""
+        try:
+            with claim.open() as file:
+                owner, write_time = file.read(), os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:  # released this moment; the next look finds it free
+            return True
+        if not owner:  # it is being written, or its owner was killed in between
+            return self._measure_silence(write_time) < _SILENT_S
+        worker = self._find_worker(owner)
+        return owner == self._job or (worker is not None and worker.is_active)
+
+    def record_outcome(self, phase: str, item: str, document: Any) -> None:
+        """Record the outcome (JSON) of an item, which is done then."""
+        temporary = self._staging / f"outcome.{_DONE}"
+        with self._require_work():
+            temporary.write_text(json.dumps([self.group, document]))
+            temporary.replace(self.path / phase / f"{item}.{_DONE}")
+        self._claims.pop((phase, item), None)
+
+    def release_claims(self) -> None:
+        """Let others do the claimed items that have no outcome."""
+        while self._claims:
+            self._claims.popitem()[1].unlink(missing_ok=True)
+
+    def read_outcome(self, phase: str, item: str) -> tuple[str, Any]:
+        """Return the group of the process that did an item, and its outcome."""
+        with self._require_work():
+            group, document = json.loads((self.path / phase / f"{item}.{_DONE}").read_text())
+        return group, document
+
+    def list_items(self, phase: str) -> tuple[set[str], set[str]]:
+        """Return the names of the done items of a phase, and those of all claimed ones."""
+        try:
+            names = [path.name.rpartition(".") for path in (self.path / phase).iterdir()]
+        except FileNotFoundError:
+            names = []
+        return {item for item, _, kind in names if kind == _DONE}, {item for item, _, _ in names}
+
+    def forget_outcomes(self, phase: str, is_wrong: Callable[[str, Any], bool]) -> None:
+        """Let items with wrong outcomes be done again. Requires that nobody else is at work."""
+        done, _ = self.list_items(phase)
+        for item in done:
+            if is_wrong(item, self.read_outcome(phase, item)[1]):
+                for path in (self.path / phase).iterdir():
+                    if path.name.rpartition(".")[0] == item:
+                        path.unlink()
+
+    @contextmanager
+    def stage_file(self, path: Path) -> Iterator[Path]:
+        """Yield the path for writing a file, which is moved to its place when the block succeeds.
+
+        Raises:
+            WorkEnded: when the work ended meanwhile; the file is not written then.
+        """
+        staged = self._staging / path.name
+        try:
+            yield staged
+        except WsiFlError as error:
+            error.args = (str(error).replace(str(staged), str(path)),)
+            raise
+        except OSError as error:
+            raise_if_full(error, path)
+            raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._require_work():
+            move_file(staged, path)
+
+    # processes
+
+    def list_workers(self) -> list[Worker]:
+        """Return the other processes that may still write here."""
+        with self._require_work():
+            names = {path.name for path in self._heartbeat.parent.iterdir()} - {self._job}
+        workers = [self._find_worker(name) for name in sorted(names)]
+        return [worker for worker in workers if worker is not None and worker.is_present]
+
+    def _find_worker(self, job: str) -> Worker | None:
+        """Return a process by its name; None when it has left."""
+        read_time, worker = self._workers.get(job, (float("-inf"), None))
+        if time.monotonic() - read_time > _CACHE_S:
+            worker = self._read_worker(self._heartbeat.with_name(job))
+            self._workers[job] = time.monotonic(), worker
+        return worker
+
+    def _read_worker(self, heartbeat: Path) -> Worker | None:
+        try:
+            with heartbeat.open() as file:  # opening asks a network disk for the present state
+                text, write_time = file.read(), os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return None
+        try:
+            document = json.loads(text)
+        except ValueError:  # not yet written whole
+            document = {"identity": None, "group": ""}
+        return Worker(document["identity"], document["group"], self._measure_silence(write_time))
+
+    def _measure_silence(self, write_time: float) -> float:
+        """Return the seconds since a time of the file system, by its own clock."""
+        with self._require_work():
+            clock = self._staging / "clock"
+            clock.write_text(self._job)
+            return clock.stat().st_mtime - max(write_time, self._trusted_since)
+
+    def _write_heartbeat(self) -> None:
+        """Write a heartbeat. After a pause of the disk or of this machine all others have time to do so too."""
+        with self._heartbeat.open("r+") as file:
+            file.write(self._document)
+            file.flush()
+            beat_time = os.fstat(file.fileno()).st_mtime
+        if beat_time - self._beat_time > _SILENT_S / 2 and self._beat_time > 0:
+            self._trusted_since = beat_time
+        self._beat_time = beat_time
+
+    def _beat_regularly(self) -> None:
+        while not self._end_event.wait(_BEAT_S):
+            with suppress(OSError):
+                self._write_heartbeat()
+
+    # beginning and end
+
+    @property
+    def is_finished(self) -> bool:
+        return (self.path / "finished").exists()
+
+    def finish_work(self) -> None:
+        """Mark the work as finished; the last process to leave removes it."""
+        with self._require_work():
+            (self.path / "finished").touch()
+
+    def start_beating(self) -> bool:
+        """Write the first heartbeat, from which on this process counts; return False for finished work.
+
+        Who finishes work looks for others afterwards, so no process is overlooked that is not told of the end here.
+        """
+        with self._require_work():
+            self._heartbeat.write_text(self._document)
+        if self.is_finished:
+            return False
+        self.is_resumed = all(worker.group == self.group for worker in self.list_workers())
+        threading.Thread(target=self._beat_regularly, daemon=True).start()
+        return True
+
+    def leave_work(self) -> None:
+        """Release the claims and end the heartbeat; remove work that is finished and that nobody else is at."""
+        self._end_event.set()
+        with suppress(OSError, WorkEnded):
+            self.release_claims()
+            self._heartbeat.unlink(missing_ok=True)
+            is_last = self.is_finished and not self.list_workers()
+            shutil.rmtree(self._staging, ignore_errors=True)
+            if is_last:
+                self.remove_work()
+
+    def remove_work(self) -> None:
+        """Remove the work, which ends it for whoever is still at it."""
+        removed = _temporary_folder(self.path)
+        with suppress(FileNotFoundError):
+            self.path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+        with suppress(OSError):
+            self.path.parent.rmdir()
+
+    @contextmanager
+    def _require_work(self) -> Iterator[None]:
+        """Raise WorkEnded for a file that is missing because the work has ended."""
+        try:
+            yield
+        except FileNotFoundError:
+            if self.path.exists():
+                raise
+            raise WorkEnded(
+                f"{self.path.parents[1]}: this process gave no sign of life for {_SILENT_S:.0f} s, and others ended "
+                "the work without it; start it again"
+            ) from None
+        except OSError as error:
+            raise_if_full(error, self.path)
+            raise
+
+
+def _temporary_folder(path: Path) -> Path:
+    """Return the place of a work before it begins and after it has ended."""
+    return path.parents[1] / f"{JOBS_FOLDER}.{path.name}"
+
+
+def _find_work(folder: Path, group: str) -> SharedWork | None:
+    """Return the present work on a folder; None where there is none."""
+    try:
+        work = SharedWork(next((folder / JOBS_FOLDER).iterdir()), group)
+        work._staging.mkdir()
+    except (FileNotFoundError, StopIteration):
+        return None
+    return work
+
+
+def _create_work(folder: Path, key: WorkKey) -> None:
+    """Begin a work on a folder, unless another process was faster."""
+    for abandoned in folder.glob(f"{JOBS_FOLDER}.*"):
+        shutil.rmtree(abandoned, ignore_errors=True)
+    remove_leftovers(folder)
+    path = folder / JOBS_FOLDER / secrets.token_hex(6)
+    prepared = _temporary_folder(path)
+    try:
+        for name in ("jobs", "staging"):
+            (prepared / path.name / name).mkdir(parents=True)
+        (prepared / path.name / "work.json").write_text(json.dumps(key))
+        with suppress(OSError):
+            path.parent.rmdir()  # left empty by a killed process
+        prepared.rename(path.parent)
+    except OSError as error:
+        shutil.rmtree(prepared, ignore_errors=True)
+        raise_if_full(error, folder)
+        if error.errno not in _EXISTS:
+            raise
+
+
+@contextmanager
+def join_work(folder: Path, key: WorkKey, label: str, *, group: str = "", wait: bool = False) -> Iterator[SharedWork]:
+    """Take part in the work on a folder, which begins with its first process.
+
+    Unfinished work with the same key is continued, whoever began it. Other work that nobody is at is dropped.
+
+    Args:
+        label: of the folder, in messages.
+        group: the command of this process, equal for its MPI ranks. Default: its own.
+        wait: wait until other work has ended.
+
+    Raises:
+        WsiFlError: when other work is being done there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        work = _find_work(folder, group or secrets.token_hex(6))
+        if work is None:
+            _create_work(folder, key)
+            continue
+        with suppress(WorkEnded):
+            work_key, workers = work.read_key(), work.list_workers()
+            if work_key == key and work.start_beating():
+                break
+            if not workers:
+                work.finish_work()
+            is_finished = work.is_finished
+            work.leave_work()
+            if not is_finished and not wait:
+                raise WsiFlError(_describe_busy(folder, label, workers[0], work_key.command == key.command))
+            if workers:
+                time.sleep(_RETRY_S)
+    try:
+        yield work
+    finally:
+        work.leave_work()
+
+
+def _describe_busy(folder: Path, label: str, worker: Worker, is_same_command: bool) -> str:
+    settings = " with other settings, slides or version" if is_same_command else ""
+    return f"{label}: another wsi-fl command is writing {folder}{settings} ({worker}); wait for it"
+
+
+@contextmanager
+def site_lock(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
+    """Work on a site's folder alone, without leftovers of a killed command in it.
+
+    With `wait` another command is waited for, else it is a WsiFlError.
+    """
+    with join_work(folder, WorkKey("", secrets.token_hex(6)), f"site {site}", wait=wait) as work:
+        try:
+            yield
+        finally:
+            work.finish_work()
