@@ -44,6 +44,14 @@ Gpus = Annotated[
 SiteGpus = Annotated[
     str | None, Option("--gpus", metavar="0,1,…", help="GPUs that the sites' ranks share in turn. Default: all.")
 ]
+PartOption = Annotated[
+    str | None,
+    Option(
+        "--part",
+        metavar="K/N",
+        help="Do the K-th of N shares of the slides and wait for nobody. By default jobs share what is free.",
+    ),
+]
 Run = Annotated[str, Argument(help="A run: its folder, name or number.")]
 
 

@@ -9,7 +9,18 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from wsi_fl.cli.options import Gpus, Json, Pipeline, Set, find_study, parse_sites, print_document, run_work, take_gpus
+from wsi_fl.cli.options import (
+    Gpus,
+    Json,
+    PartOption,
+    Pipeline,
+    Set,
+    find_study,
+    parse_sites,
+    print_document,
+    run_work,
+    take_gpus,
+)
 from wsi_fl.types import UsageError
 
 
@@ -64,6 +75,7 @@ def tile_sites(
     ] = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
+    part: PartOption = None,
     as_json: Json = False,
 ) -> None:
     """Cut a site's slides into labelled patches: its patch store."""
@@ -74,11 +86,12 @@ def tile_sites(
     start_ahead()
     from wsi_fl.stages.prepare.estimate_tiling import estimate_tiling, render_estimate_lines
     from wsi_fl.stages.prepare.tile import render_tile_lines, tile_slides
+    from wsi_fl.stages.runtime.rank_job import parse_part
 
     if dry_run:
         run_work("tile", partial(estimate_tiling, study, **scope), as_json, render_estimate_lines)
     else:
-        run_work("tile", partial(tile_slides, study, **scope), as_json, render_tile_lines)
+        run_work("tile", partial(tile_slides, study, part=parse_part(part), **scope), as_json, render_tile_lines)
 
 
 def encode_mosaics(
@@ -87,6 +100,7 @@ def encode_mosaics(
     pipeline: Pipeline = None,
     overrides: Set = None,
     gpus: Gpus = None,
+    part: PartOption = None,
     as_json: Json = False,
 ) -> None:
     """Compute mosaics of a site's slides: deep features of a few patches each."""
@@ -95,8 +109,9 @@ def encode_mosaics(
     take_gpus(gpus)
     from wsi_fl.stages.prepare.build_bags import make_mosaics
     from wsi_fl.stages.prepare.slide_lists import render_mosaic_lines
+    from wsi_fl.stages.runtime.rank_job import parse_part
 
-    run_work("mosaic", partial(make_mosaics, study, **scope), as_json, render_mosaic_lines)
+    run_work("mosaic", partial(make_mosaics, study, part=parse_part(part), **scope), as_json, render_mosaic_lines)
 
 
 def encode_features(
@@ -105,6 +120,7 @@ def encode_features(
     pipeline: Pipeline = None,
     overrides: Set = None,
     gpus: Gpus = None,
+    part: PartOption = None,
     as_json: Json = False,
 ) -> None:
     """Compute deep features of every patch of a patch store."""
@@ -112,8 +128,9 @@ def encode_features(
     study = find_study()
     take_gpus(gpus)
     from wsi_fl.stages.prepare.build_bags import make_features, render_feature_lines
+    from wsi_fl.stages.runtime.rank_job import parse_part
 
-    run_work("features", partial(make_features, study, **scope), as_json, render_feature_lines)
+    run_work("features", partial(make_features, study, part=parse_part(part), **scope), as_json, render_feature_lines)
 
 
 def verify_stores(

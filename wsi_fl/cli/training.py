@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from wsi_fl.cli.options import (
     Gpus,
     Json,
+    PartOption,
     Pipeline,
     PredictionOverrides,
     Run,
@@ -238,18 +239,29 @@ def predict(
     ] = None,
     overrides: PredictionOverrides = None,
     gpus: Gpus = None,
+    part: PartOption = None,
     as_json: Json = False,
 ) -> None:
     """Predict a new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score or diagnosis."""
     study = find_study()
     take_gpus(gpus)
     from wsi_fl.stages.evaluation.predict import predict, render_prediction_lines
+    from wsi_fl.stages.runtime.rank_job import parse_part
 
     work = partial(
-        predict, study, run, site=site, slides=slide, out=out, tumor_type=tumor_type, mpp=mpp, overrides=overrides or []
+        predict,
+        study,
+        run,
+        site=site,
+        slides=slide,
+        out=out,
+        tumor_type=tumor_type,
+        mpp=mpp,
+        overrides=overrides or [],
+        part=parse_part(part),
     )
     document = run_work("predict", work, as_json, render_prediction_lines)
-    if not document["slides"]:
+    if document and not document["slides"] and not document["missing"]:
         raise WsiFlError("no slide could be predicted; see above")
 
 

@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 from wsi_fl.system.machine import allocate_file
 from wsi_fl.types import DiskFull, WsiFlError
 
+JOBS_FOLDER = ".jobs"
+"""Name of the folder in which processes share the work on the folder that it is in (`shared_work`)."""
 _TEMPORARY = ".partial"
 _SAFETENSORS_TEMPORARY = ".tmp??????"
 """Temporary names of that library."""
@@ -115,7 +117,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
     The content is on disk before the rename, so a reader sees the old file or the whole new one.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{_TEMPORARY}{path.suffix}")
     try:
         yield temporary
@@ -124,6 +126,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise_if_full(error, path)
         raise
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and its parents, except one of shared work, whose absence tells that the work has ended."""
+    if JOBS_FOLDER not in folder.parts:
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def move_file(temporary: Path, path: Path) -> None:

@@ -36,12 +36,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wsi_fl.system.files import move_file, raise_if_full, remove_leftovers
+from wsi_fl.system.files import JOBS_FOLDER, move_file, raise_if_full, remove_leftovers
 from wsi_fl.system.machine import ProcessIdentity, identify_process, is_running
 from wsi_fl.types import WsiFlError
 
-JOBS_FOLDER = ".jobs"
-"""Name of the folder in which processes share the work on a folder."""
 _BEAT_S, _SILENT_S = 10.0, 120.0
 """Seconds between heartbeats, and without one until a process counts as dead. A network file system may show a write of
 another machine a minute late."""
@@ -182,18 +180,27 @@ class SharedWork:
         Raises:
             WorkEnded: when the work ended meanwhile; the file is not written then.
         """
-        staged = self._staging / path.name
-        try:
+        with _name_place(self._staging / path.name, path) as staged:
             yield staged
-        except WsiFlError as error:
-            error.args = (str(error).replace(str(staged), str(path)),)
-            raise
-        except OSError as error:
-            raise_if_full(error, path)
-            raise
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._require_work():
             move_file(staged, path)
+
+    @contextmanager
+    def stage_folder(self, path: Path) -> Iterator[Path]:
+        """Yield a folder for writing files, which are moved one by one to another folder when the block succeeds.
+
+        Raises:
+            WorkEnded: as for `stage_file`.
+        """
+        with self._require_work():
+            (self._staging / path.name).mkdir(exist_ok=True)
+        with _name_place(self._staging / path.name, path) as staged:
+            yield staged
+        path.mkdir(parents=True, exist_ok=True)
+        with self._require_work():
+            for file in staged.iterdir():
+                move_file(file, path / file.name)
 
     # processes
 
@@ -286,7 +293,8 @@ class SharedWork:
         removed = _temporary_folder(self.path)
         with suppress(FileNotFoundError):
             self.path.rename(removed)
-        shutil.rmtree(removed, ignore_errors=True)
+        for _ in range(3):  # others may have been entering it this moment
+            shutil.rmtree(removed, ignore_errors=True)
         with suppress(OSError):
             self.path.parent.rmdir()
 
@@ -307,6 +315,19 @@ class SharedWork:
             raise
 
 
+@contextmanager
+def _name_place(staged: Path, path: Path) -> Iterator[Path]:
+    """Yield a path; errors name another one in its stead."""
+    try:
+        yield staged
+    except WsiFlError as error:
+        error.args = (str(error).replace(str(staged), str(path)),)
+        raise
+    except OSError as error:
+        raise_if_full(error, path)
+        raise
+
+
 def _temporary_folder(path: Path) -> Path:
     """Return the place of a work before it begins and after it has ended."""
     return path.parents[1] / f"{JOBS_FOLDER}.{path.name}"
@@ -324,15 +345,16 @@ def _find_work(folder: Path, group: str) -> SharedWork | None:
 
 def _create_work(folder: Path, key: WorkKey) -> None:
     """Begin a work on a folder, unless another process was faster."""
-    for abandoned in folder.glob(f"{JOBS_FOLDER}.*"):
-        shutil.rmtree(abandoned, ignore_errors=True)
-    remove_leftovers(folder)
     path = folder / JOBS_FOLDER / secrets.token_hex(6)
     prepared = _temporary_folder(path)
     try:
+        remove_leftovers(folder)
         for name in ("jobs", "staging"):
             (prepared / path.name / name).mkdir(parents=True)
         (prepared / path.name / "work.json").write_text(json.dumps(key))
+        for other in folder.glob(f"{JOBS_FOLDER}.*"):  # begun or ended by a process that was killed
+            if prepared.stat().st_mtime - other.stat().st_mtime > _SILENT_S:
+                shutil.rmtree(other, ignore_errors=True)
         with suppress(OSError):
             path.parent.rmdir()  # left empty by a killed process
         prepared.rename(path.parent)
@@ -367,11 +389,11 @@ def join_work(folder: Path, key: WorkKey, label: str, *, group: str = "", wait: 
             work_key, workers = work.read_key(), work.list_workers()
             if work_key == key and work.start_beating():
                 break
+            is_busy = bool(workers) and not wait and not work.is_finished
             if not workers:
                 work.finish_work()
-            is_finished = work.is_finished
             work.leave_work()
-            if not is_finished and not wait:
+            if is_busy:
                 raise WsiFlError(_describe_busy(folder, label, workers[0], work_key.command == key.command))
             if workers:
                 time.sleep(_RETRY_S)

@@ -5,6 +5,8 @@ It opens the run, the given slides and, if present, the site's store.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +25,13 @@ from wsi_fl.slides.pictures.drawing import Color, distinct_colors
 from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, PatchPredictions
 from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.stages.evaluation.slide_predictor import Predictor, SlideImage, SlidePatches, load_predictor
+from wsi_fl.stages.prepare.slide_lists import describe_file
 from wsi_fl.stages.runtime.console import Lines, NestedProgress, TextLine, TextTable, Watcher, describe_failure
-from wsi_fl.stages.runtime.rank_job import RankJob, take_threads
+from wsi_fl.stages.runtime.rank_job import Part, RankJob, take_threads
+from wsi_fl.stages.runtime.slide_work import SlideWork, join_slide_work
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import atomic_path, read_object, write_bytes, write_csv, write_json
+from wsi_fl.system.shared_work import SharedWork, WorkEnded
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
 
 _OTHER_COLOR, _ATTENTION_COLOR = (150, 150, 150), (200, 0, 0)
@@ -53,18 +58,21 @@ def predict(
     mpp: float | None = None,
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
+    part: Part | None = None,
 ) -> Json:
     """Predict slides one by one; return the `--json` document, with failures in `failed`.
 
-    Under mpiexec or srun the ranks share the slides, and all but the first return {}.
+    Jobs share the slides that they have in common; so do ranks of mpiexec or srun, of which all but the first return
+    {}.
 
     Args:
         out: folder for one folder per slide; default RUN/predictions/SITE.
         tumor_type: of all slides, for runs on mosaics; default: from the site's store.
         mpp: µm per level-0 pixel of these slides; default: the site file's, else the slides' metadata.
         overrides: `predict.KEY=VALUE` over the run's configuration.
+        part: of the slides; others are left to other jobs, and are `missing`.
     """
-    start_time, job = time.perf_counter(), RankJob()
+    start_time, job = time.perf_counter(), RankJob(part)
     progress = job.select_watcher(watcher)
     take_threads(job.threads)
     names = [slide_name(path) for path in slides]  # as in a store
@@ -78,11 +86,8 @@ def predict(
         for path, name in zip(slides, names, strict=True)
     ]
 
-    def predict_share(local_records: list[SlideRecord]) -> Iterator[Json]:
-        for k, record in enumerate(local_records):
-            yield _predict_or_report(predictor, record, folder, NestedProgress(progress, k, len(local_records)))
-
-    outcomes = job.share_items(records, predict_share)
+    with join_slide_work(job, folder, site, "predict", _list_settings(predictor)) as work:
+        outcomes = _share_slides(predictor, records, folder, work, progress)
     if not job.is_first:
         return {}
     table = _write_slide_table(folder)
@@ -92,16 +97,61 @@ def predict(
         "model": predictor.models.ensemble,
         "slides": [outcome["row"] for outcome in outcomes if "row" in outcome],
         "failed": [outcome["failed"] for outcome in outcomes if "failed" in outcome],
+        "done": len(work.job_items),
+        "missing": work.n_missing,
         "table": study.relative_path(table) if table else None,
         "seconds": time.perf_counter() - start_time,
     }
 
 
-def _predict_or_report(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> Json:
-    """Predict a slide; return its row, or the reason of the failure."""
+def _list_settings(predictor: Predictor) -> list[object]:
+    """Return what predictions depend on (JSON) beside the slides."""
+    study, site = predictor.study, predictor.site
+    files = sorted(predictor.run.site_folder(site.name).path.glob("*.safetensors"))
+    facts = [site.annotations_origin, predictor.tumor_type, predictor.models.ensemble]
+    return [predictor.pipeline.model_dump(mode="json"), *facts, [describe_file(study, path) for path in files]]
+
+
+def _share_slides(
+    predictor: Predictor, records: Sequence[SlideRecord], folder: Path, work: SlideWork, watcher: Watcher
+) -> list[Json]:
+    """Predict the slides that no other job predicts; return the outcomes of all that are done."""
+    items = {f"{record.slide}-{_hash_slide(predictor.study, record)}": record for record in records}
+    n_before = 0
+
+    def predict_items(free_items: Iterator[SlideRecord]) -> Iterator[Json]:
+        for record in free_items:
+            slide_watcher = NestedProgress(watcher, n_before, len(items))
+            yield _predict_or_report(predictor, record, folder / record.slide, work.shared, slide_watcher)
+
+    def watch(n_done: int, n: int, note: str) -> None:
+        nonlocal n_before
+        n_before = n_done
+        watcher.update(predictor.site.name, n_done, n, note)
+
+    def is_missing(_: str, outcome: Json) -> bool:
+        return "row" not in outcome or not (folder / outcome["row"]["slide"] / _SCORE).exists()
+
+    work.retry_items("slides", is_missing)
+    outcomes = work.share_items("slides", items, predict_items, watch, in_parts=True)
+    if not work.n_missing:
+        work.finish_alone()
+    return list(outcomes.values())
+
+
+def _hash_slide(study: Study, record: SlideRecord) -> str:
+    """Return a short digest of a slide's file and resolution: another file of that name is another slide."""
+    facts = json.dumps([describe_file(study, record.path), record.mpp_override])
+    return hashlib.sha256(facts.encode()).hexdigest()[:12]
+
+
+def _predict_or_report(
+    predictor: Predictor, record: SlideRecord, folder: Path, shared: SharedWork, watcher: Watcher
+) -> Json:
+    """Predict a slide, with files in a folder; return its row, or the reason of the failure."""
     try:
-        return {"row": _predict_slide(predictor, record, folder / record.slide, watcher)}
-    except (DiskFull, UsageError):
+        return {"row": _predict_slide(predictor, record, folder, shared, watcher)}
+    except (DiskFull, UsageError, WorkEnded):
         raise
     except Exception as error:  # one slide that a library chokes on must not end the others
         reason = describe_failure(error)
@@ -109,7 +159,9 @@ def _predict_or_report(predictor: Predictor, record: SlideRecord, folder: Path, 
     return {"failed": {"slide": record.slide, "reason": reason}}
 
 
-def _predict_slide(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> Json:
+def _predict_slide(
+    predictor: Predictor, record: SlideRecord, folder: Path, shared: SharedWork, watcher: Watcher
+) -> Json:
     """Write all files of one slide and return its row; without a slide or coordinates there is no heatmap."""
     watcher.update(record.site, 0, 1, record.slide)
     study, patches = predictor.study, predictor.load_patches(record, watcher)
@@ -120,12 +172,13 @@ def _predict_slide(predictor: Predictor, record: SlideRecord, folder: Path, watc
         "model": predictor.models.ensemble,
     }
     spec, files = predictor.meta.spec, {"heatmap": _HEATMAP, "csv": _TABLE, "json": _SCORE}
-    if patches.probabilities is not None:
-        row, details = _write_patch_results(predictor, record, folder, patches)
-        files["geojson"] = _OUTLINES
-    else:
-        row, details = _write_slide_results(predictor, record, folder, patches)
-    write_json(folder / _SCORE, origin | row | details | {"size_px": spec.size_px, "mpp": spec.mpp})
+    with shared.stage_folder(folder) as staged:
+        if patches.probabilities is not None:
+            row, details = _write_patch_results(predictor, record, staged, patches)
+            files["geojson"] = _OUTLINES
+        else:
+            row, details = _write_slide_results(predictor, record, staged, patches)
+        write_json(staged / _SCORE, origin | row | details | {"size_px": spec.size_px, "mpp": spec.mpp})
     watcher.update(record.site, 1, 1, record.slide)
     paths = {key: study.relative_path(folder / file) for key, file in files.items()}
     return row | paths | ({} if patches.base else {"heatmap": None})
@@ -263,6 +316,8 @@ def render_prediction_lines(document: Json) -> Lines:
         rows = [[row["slide"], row["patches"], *_format_cells(row)] for row in document["slides"]]
         yield TextTable(f"{model_words} of {document['site']}", ["slide", "patches", *headings], rows)
         yield TextLine(f"all slides, a row each: {document['table']}")
+    if document["missing"]:
+        yield TextLine(f"{document['missing']} slides are left to other parts")
     for row in document["slides"]:
         yield row["heatmap"] or row["csv"]
 

@@ -21,8 +21,8 @@ from wsi_fl.stores.patch_shards import ShardMeta, link_shards, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import MAX_SEED, dump_toml, validate_model
-from wsi_fl.system.files import read_sealed, remove_abandoned, write_sealed, write_text
-from wsi_fl.system.shared_work import JOBS_FOLDER, site_lock
+from wsi_fl.system.files import JOBS_FOLDER, read_sealed, remove_abandoned, write_sealed, write_text
+from wsi_fl.system.shared_work import site_lock
 from wsi_fl.types import GridSpec, PatchTable, UsageError
 
 _BATCH_ROWS = 256

@@ -169,7 +169,7 @@ def share_slides(
     in_parts: bool = False,
 ) -> list[Outcome]:
     """Share a site's slides with other jobs; return the outcomes of done ones in order (`SlideWork.share_items`)."""
-    documents = work.share_items(phase, items, lambda drawn: map(asdict, do_items(drawn)), watch, in_parts=in_parts)
+    documents = work.share_items(phase, items, lambda free: map(asdict, do_items(free)), watch, in_parts=in_parts)
     return [Outcome(**document) for document in documents.values()]
 
 

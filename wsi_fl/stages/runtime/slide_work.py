@@ -141,6 +141,11 @@ class SlideWork:
         document: _D = outcome["document"]
         return document
 
+    def finish_alone(self) -> None:
+        """Mark the work as finished unless other jobs are at it."""
+        if all(worker.group == self.shared.group for worker in self.shared.list_workers()):
+            self.shared.finish_work()
+
     def _work_until_done(self, phase: _Phase[_T], work: _Work[_T], watch: Watch, *, waits: bool) -> None:
         wait_start: float | None = None
         while True:

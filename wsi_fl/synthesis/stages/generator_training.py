@@ -20,8 +20,8 @@ from wsi_fl.synthesis.keys import LpipsKeys
 from wsi_fl.synthesis.stages.generator_types import GeneratorTrainer, GeneratorType, Losses
 from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
 from wsi_fl.synthesis.training_state import balance_labels
-from wsi_fl.system.files import write_bytes
-from wsi_fl.system.shared_work import JOBS_FOLDER, site_lock
+from wsi_fl.system.files import JOBS_FOLDER, write_bytes
+from wsi_fl.system.shared_work import site_lock
 from wsi_fl.types import UsageError, WsiFlError
 
 _LOG_EVERY = 20
