@@ -39,10 +39,15 @@ def test_a_missing_extra_is_named_with_what_needs_it_and_how_to_install_it(monke
 
 def test_an_extra_without_a_wheel_for_this_python_is_not_to_be_installed(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 14, 0))
-    assert explain_missing("czi") == (
-        "CZI slides need the extra `czi`, which has no wheel for this Python; use Python 3.13"
+    monkeypatch.setitem(sys.modules, "pylibCZIrw", None)
+    assert (
+        explain_missing("czi")
+        == "CZI slides need the extra `czi`, which has no wheel for this Python; use an older one"
     )
     assert "pip install" in explain_missing("isyntax")
+    monkeypatch.setattr(doctor, "has_extra", lambda name: name != "czi")
+    said = doctor._check_extras()
+    assert said.endswith("view; without czi, which this Python has no wheel of") and "pip" not in said
 
 
 def test_a_federation_without_flare_is_refused_as_a_fault_with_a_remedy(monkeypatch):

@@ -90,10 +90,13 @@ def _check_torch() -> str:
 
 def _check_extras() -> str:
     """Name the extras that are installed, and what needs the others."""
-    installed = [name for name in EXTRAS if has_extra(name)]
-    missing = [f"{name} ({extra.purpose})" for name, extra in EXTRAS.items() if name not in installed]
-    advice = f"; without {', '.join(missing)}: {describe_install('NAME')}" if missing else ""
-    return f"{', '.join(installed) or 'none'}{advice}"
+    missing = [name for name in EXTRAS if not has_extra(name)]
+    text = ", ".join(name for name in EXTRAS if name not in missing) or "none"
+    if purposes := [f"{name} ({EXTRAS[name].purpose})" for name in missing if EXTRAS[name].has_wheel]:
+        text += f"; without {', '.join(purposes)}: {describe_install('NAME')}"
+    if unavailable := [name for name in missing if not EXTRAS[name].has_wheel]:
+        text += f"; without {', '.join(unavailable)}, which this Python has no wheel of"
+    return text
 
 
 def _check_mpi() -> str:

@@ -11,7 +11,7 @@ from wsi_fl.types import UsageError
 
 @dataclass(frozen=True)
 class Extra:
-    """An extra of pyproject.toml whose modules are imported on first use.
+    """An extra of pyproject.toml; its modules are imported on first use.
 
     Attributes:
         purpose: what needs it, in the plural.
@@ -22,6 +22,11 @@ class Extra:
     purpose: str
     modules: tuple[str, ...]
     python_below: tuple[int, int] | None = None
+
+    @property
+    def has_wheel(self) -> bool:
+        """Whether this Python has a wheel of it."""
+        return self.python_below is None or sys.version_info < self.python_below
 
 
 EXTRAS = {
@@ -54,9 +59,8 @@ def describe_wheelhouse_install(extra: str) -> str:
 def explain_missing(name: str) -> str:
     """Return which extra is missing for what, and how to install it."""
     extra = EXTRAS[name]
-    if extra.python_below and sys.version_info >= extra.python_below:
-        newest = f"{extra.python_below[0]}.{extra.python_below[1] - 1}"
-        return f"{extra.purpose} need the extra `{name}`, which has no wheel for this Python; use Python {newest}"
+    if not extra.has_wheel:
+        return f"{extra.purpose} need the extra `{name}`, which has no wheel for this Python; use an older one"
     return f"{extra.purpose} need the extra `{name}`: {describe_install(name)}"
 
 
