@@ -1,4 +1,4 @@
-"""The commands `statistics` and `projection` (entry points `wsi_fl.commands`)."""
+"""The commands `statistics`, `survival` and `projection` (entry points `wsi_fl.commands`)."""
 
 from __future__ import annotations
 
@@ -101,5 +101,16 @@ def compute_projection(
     run_work("projection", work, as_json, render_projection_lines)
 
 
+@partial(announce_start, name="survival")
+def draw_survival_curves(
+    out: Annotated[Path, Option(help="The picture to write.")] = Path("survival.png"), as_json: Json = False
+) -> None:
+    """Draw Kaplan–Meier curves of every hospital and of all, from their released class statistics."""
+    from wsi_fl.oneshot.survival_curves import draw_survival, render_survival_lines
+
+    print_document(draw_survival(find_study(), out), as_json, render_survival_lines)
+
+
 STATISTICS = ExtraCommand(release_statistics, "Train", is_hidden=True)
 PROJECTION = ExtraCommand(compute_projection, "Prepare", is_hidden=True)
+SURVIVAL = ExtraCommand(draw_survival_curves, "Results", is_hidden=True)
