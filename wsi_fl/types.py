@@ -157,8 +157,8 @@ def encoder_differences(labels: Sequence[str]) -> list[str]:
     if any(_count_digits(label) == _SHORT_DIGITS for label in labels):
         labels = [short_label(label) for label in labels]
     if len({_encoder_name(label) for label in labels}) == 1:
-        reference = next((label for label in labels if _DIGEST_PREFIX in label), labels[0])
-        labels = [label if _DIGEST_PREFIX in label else reference for label in labels]
+        reference = next(filter(has_weights_digest, labels), labels[0])
+        labels = [label if has_weights_digest(label) else reference for label in labels]
     rows = list(zip_longest(*(label.split(_PART_SEPARATOR) for label in labels), fillvalue=""))
     return [_PART_SEPARATOR.join(row[k] for row in rows if len(set(row)) > 1) for k in range(len(labels))]
 
@@ -166,6 +166,11 @@ def encoder_differences(labels: Sequence[str]) -> list[str]:
 def short_label(label: str) -> str:
     """Return a store's encoder label with the shorter digest of earlier versions."""
     return re.sub(f"({_DIGEST_PREFIX}[0-9a-f]{{{_SHORT_DIGITS}}})[0-9a-f]*", r"\1", label)
+
+
+def has_weights_digest(label: str) -> bool:
+    """Return whether a store's encoder label has a digest of weights, unlike that of another tool."""
+    return _DIGEST_PREFIX in label
 
 
 def _count_digits(label: str) -> int:

@@ -17,7 +17,7 @@ def trident(folder, table, first, n, rng):
     for k in range(first, first + n):
         label = k % 2
         with h5py.File(folder / f"s{k}.h5", "w") as file:
-            file["features"] = (rng.normal(size=(5, 16)) + label).astype(np.float32)
+            file["features"] = (rng.normal(size=(5, 40)) + label).astype(np.float32)
             file["features"].attrs["encoder"] = "somebody's"
             file["coords"] = rng.integers(0, 100, (5, 2)) * 512
             file["coords"].attrs.update(patch_size=256, patch_size_level0=512, target_magnification=20, overlap=0)
@@ -41,10 +41,11 @@ def test_features_become_a_score_and_a_gain(tmp_path, wsi_fl):
     rng = np.random.default_rng(0)
     trident(tmp_path / "features_uni_v1", tmp_path / "labels.csv", 0, 24, rng)
     trident(tmp_path / "features_b", tmp_path / "labels_b.csv", 100, 24, rng)
+    trident(tmp_path / "public_uni_v1", tmp_path / "nobody_reads.csv", 200, 24, rng)
     page = (DOCS / "tutorials" / "features.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    (wsi-fl .+)$", page, re.MULTILINE)
     (subtypes,) = re.findall(r"^    (\[subtypes\]\n)    (any = .+)$", page, re.MULTILINE)
-    assert len(commands) == 10
+    assert len(commands) == 11
     place, said = tmp_path, ""
     for command in commands:
         fewer = command.replace("--folds 5", "--folds 2").replace("1-5", "1-2")
@@ -59,6 +60,6 @@ def test_features_become_a_score_and_a_gain(tmp_path, wsi_fl):
             with (place / "pipelines" / "features.toml").open("a") as file:
                 file.write("\n" + "".join(subtypes))
         said += ran.stderr
-    assert "Regular without DP" in said and "One-shot" in said
+    assert "Regular without DP" in said and "One-shot" in said and "of somebody's, from 120 patches" in said
     assert re.search(r"AUROC +│ +\d\.\d\d \(\d\.\d\d–\d\.\d\d\)", said)
     assert list(tmp_path.glob("*/comparisons/*/index.html"))

@@ -6,9 +6,9 @@ import pytest
 from conftest import refused
 from test_archive_layouts import HEADER, generic, read_generic
 
-from wsi_fl.evidence.feature_table import _read_csv
 from wsi_fl.slides.layouts.common import read_rows
 from wsi_fl.slides.layouts.spreadsheets import normalize_columns, parse_cell_number
+from wsi_fl.stages.prepare.feature_columns import read_columns
 
 archive = partial(generic, files=[f"{name}.tif" for name in "abcd"])
 read = partial(read_generic, site="A")
@@ -87,7 +87,7 @@ def test_a_configured_column_is_not_renamed():
 def test_features_are_read_from_a_table_with_another_spelling_of_label(tmp_path):
     table = tmp_path / "features.csv"
     table.write_text("Label,Patient,f0,f1\nx,p0,1,2\ny,p1,3,4\n")
-    x, labels, patients = _read_csv(table)
+    x, labels, patients = read_columns(table)
     assert (x.tolist(), labels.tolist(), patients.tolist()) == ([[1, 2], [3, 4]], ["x", "y"], ["p0", "p1"])
 
 
@@ -99,7 +99,7 @@ def test_a_name_with_an_underscore_is_no_number(tmp_path, text):
     refused(lambda: read(archive(tmp_path, table)), "line 2", f"mpp is '{text}'")
     table = tmp_path / "features.csv"
     table.write_text(f"label,f0\nx,{text}\n")
-    refused(lambda: _read_csv(table), "numbers")
+    refused(lambda: read_columns(table), "numbers")
 
 
 CBIOPORTAL = "#Patient Identifier\tSlide\n#Who it is\tIts file\n#STRING\tSTRING\n#1\t1\n"

@@ -27,11 +27,13 @@ from wsi_fl.learning.ensemble import build_ensemble
 from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
 from wsi_fl.models.mil import build_linear_head
 from wsi_fl.oneshot.projection import N_RANDOM, Projection, fit_projection, normalize_rows, read_projection
+from wsi_fl.oneshot.public_features import read_public_features
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.privacy.privacy_plan import Unit, propose_plan
 from wsi_fl.report.formatting import Json
 from wsi_fl.report.templates import fill_template
+from wsi_fl.stages.prepare.import_export import ImportFacts
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError
@@ -283,7 +285,8 @@ def run_benchmark(
         out: a new CSV with a line for each method, ε, cell, seed and hospital.
         methods: names in METHODS, including those of plug-ins.
         cells: sampling of hospitals.
-        projection: from public reference slides for `oneshot`, or a table of their features; by default random.
+        projection: from public reference slides for `oneshot`, or their features without labels, as a table, a store or
+            TRIDENT's folder; by default random.
         jobs: number of processes.
 
     Raises:
@@ -330,7 +333,8 @@ def _read_projection(path: Path | None) -> Projection | int:
         return N_RANDOM
     if path.suffix == ".safetensors":
         return read_projection(path, str(path))
-    return fit_projection(_read_features(read_table(path).rows))
+    facts = ImportFacts(new_name="any")  # a benchmark is of one encoder, and no release
+    return fit_projection(read_public_features(path, "trident" if path.is_dir() else None, facts).features)
 
 
 def _measure_all(

@@ -6,24 +6,18 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-from zipfile import BadZipFile
-from zlib import error as ZlibError
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wsi_fl.data.cohort import Cohort
-from wsi_fl.slides.layouts.common import TableRow, match_slide_name, read_rows, suggest_decimal_point
-from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
+from wsi_fl.slides.layouts.common import match_slide_name, read_rows
+from wsi_fl.stages.prepare.feature_columns import TABLE_SUFFIXES, FeatureColumns, read_columns, require_columns
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.system.file_names import compose_text, describe_mismatch, is_missing
-from wsi_fl.system.files import refuse_unavailable, require_regular_file
-from wsi_fl.types import ExcludedSlide, UsageError, WsiFlError, single_line
+from wsi_fl.types import ExcludedSlide, UsageError, WsiFlError
 
-_NON_FEATURE_COLUMNS = ("label", "patient")
-"""Columns of a table without features."""
 _NUMBER_PATTERN = re.compile(r"[+-]?(inf|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE)
 _MAX_NAMED_SLIDES = 5
 """Largest number of excluded slides named in a message; the others are counted."""
@@ -49,15 +43,16 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
     Raises:
         UsageError: for anything else, fewer than two classes, classes that differ in case only, or invalid numbers.
     """
-    readers = {".npz": _read_arrays, ".csv": _read_csv, ".h5": _read_store}
     excluded: list[ExcludedSlide] = []
     if path.is_dir():
         x, y, patient = _read_folder(path, labels, excluded)
-    elif path.suffix in readers:
-        x, y, patient = readers[path.suffix](path)
+    elif path.suffix in TABLE_SUFFIXES:
+        x, y, patient = read_columns(path)
+    elif path.suffix == ".h5":
+        x, y, patient = _read_store(path)
     else:
         raise UsageError(f"{path}: features are read from .npz, .csv, .h5, or a folder of TRIDENT's")
-    _require_columns(path, x, y, patient)
+    require_columns(path, x, y, patient)
     unknown = np.array([is_missing(str(name)) for name in y.tolist()], bool)
     if unknown.any():
         excluded += [ExcludedSlide(f"row {row}", "has no label") for row in np.flatnonzero(unknown).tolist()]
@@ -75,28 +70,6 @@ def read_table(path: Path, labels: Path | None = None) -> FeatureTable:
     return FeatureTable(Cohort.from_arrays(x.astype(np.float32), numbers, patient.tolist()), names, tuple(excluded))
 
 
-_TableColumns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-
-
-def _require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any]) -> None:
-    """Refuse features that are no finite numbers, and labels and patients of another length."""
-    if x.ndim != 2 or x.shape[:1] != y.shape or patient.shape != y.shape:
-        raise UsageError(
-            f"{path}: x is {list(x.shape)}, y {list(y.shape)}, patient {list(patient.shape)}; wanted are [n, d], [n] "
-            "and [n]"
-        )
-    if x.dtype.kind not in "biuf" or not x.size:
-        raise UsageError(f"{path}: x is {x.dtype}{list(x.shape)}, not features that are numbers")
-    if not (finite := np.isfinite(x).all(1)).all():
-        rows = np.flatnonzero(~finite)
-        raise UsageError(
-            f"{path}: features of {len(rows)} rows are not finite numbers, of row {rows[0]} first; leave them out"
-        )
-    for name, values in (("y", y), ("patient", patient)):
-        if values.dtype.kind not in "biufUS":
-            raise UsageError(f"{path}: {name} is {values.dtype}, not numbers or texts")
-
-
 def _find_fraction(names: Sequence[str]) -> str:
     """Return the first fractional label where all labels are numbers; "" else."""
     numbers = [name.replace(",", ".") for name in names]
@@ -105,43 +78,7 @@ def _find_fraction(names: Sequence[str]) -> str:
     return next((name for name, number in zip(names, numbers, strict=True) if float(number) % 1), "")
 
 
-def _read_arrays(path: Path) -> _TableColumns:
-    try:
-        loaded = np.load(require_regular_file(path), allow_pickle=False)
-        arrays = {name: loaded[name] for name in ("x", "y", "patient") if name in loaded.files}
-    except (AttributeError, EOFError, KeyError, OSError, ValueError, BadZipFile, ZlibError) as error:
-        refuse_unavailable(error, path)
-        objects = "it holds objects of Python; save numbers and texts as arrays"
-        why = objects if "pickle" in str(error) else single_line(error)
-        raise UsageError(f"{path}: not a file of NumPy with x and y ({why})") from None
-    if missing := [name for name in ("x", "y") if not isinstance(arrays.get(name), np.ndarray)]:
-        raise UsageError(f"{path}: not a file of NumPy with x and y (its {missing[0]} is no array, or missing)")
-    y = arrays["y"]
-    patient = arrays.get("patient", np.full(y.shape, ""))
-    if not isinstance(patient, np.ndarray):
-        raise UsageError(f"{path}: its patient is no array of NumPy")
-    y, patient = (
-        np.char.decode(values, "utf-8", "replace") if values.dtype.kind == "S" else values for values in (y, patient)
-    )
-    return arrays["x"], y, patient
-
-
-def _read_csv(path: Path) -> _TableColumns:
-    def parse_number(row: TableRow, name: str) -> float:
-        try:
-            return parse_cell_number(row[name])
-        except ValueError:
-            remedy = suggest_decimal_point(row[name]) or "; leave that column out, or the row"
-            raise UsageError(
-                f"{row.where}: {name} is {row[name]!r}, and all columns but label and patient are numbers{remedy}"
-            ) from None
-
-    rows = read_rows(path, ["label"])
-    x = np.array([[parse_number(row, name) for name in row if name not in _NON_FEATURE_COLUMNS] for row in rows])
-    return x, np.array([row["label"] for row in rows]), np.array([row.read_value("patient") for row in rows])
-
-
-def _read_store(path: Path) -> _TableColumns:
+def _read_store(path: Path) -> FeatureColumns:
     with BagStore(path) as store:
         classes = np.array(store.meta.classes)
         if store.has_patch_labels:
@@ -151,7 +88,7 @@ def _read_store(path: Path) -> _TableColumns:
         return np.stack(means), classes[store.table.label], np.array(store.table.patient)
 
 
-def _read_folder(path: Path, labels: Path | None, excluded: list[ExcludedSlide]) -> _TableColumns:
+def _read_folder(path: Path, labels: Path | None, excluded: list[ExcludedSlide]) -> FeatureColumns:
     """Return a row for each slide with a label and complete features; the others are excluded."""
     if labels is None:
         raise UsageError(f"{path}: --labels names a CSV with the columns slide, label and perhaps patient")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,32 @@ from wsi_fl.oneshot.projection import (
     fit_projection,
     write_projection,
 )
+from wsi_fl.oneshot.public_features import (
+    MAX_PATCHES,
+    PublicFeatures,
+    combine_digests,
+    is_feature_source,
+    read_public_features,
+    sample_indices,
+)
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.slides.patching.slide_plan import plan_slide
 from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
+from wsi_fl.stages.prepare.import_export import ImportFacts
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_plan_params
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.runtime.hints import next_command
-from wsi_fl.stages.site.encoders import load_encoder
-from wsi_fl.stages.site.public_sources import require_public
-from wsi_fl.stores.bag_store import BagStore
+from wsi_fl.stages.site.encoders import list_study_encoders, load_encoder
+from wsi_fl.stages.site.public_sources import PrivateSlides, index_private_slides, require_public
+from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.file_names import drop_companions
 from wsi_fl.system.files import file_sha256
 from wsi_fl.system.machine import n_cores
-from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences
-
-_MAX_PATCHES = 500
-"""Patches of one source."""
+from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences, has_weights_digest
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ def build_projection(
     sources: Sequence[Path],
     *,
     out: Path,
+    form: str | None = None,
+    facts: ImportFacts | None = None,
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
     n_dimensions: int | None = None,
@@ -80,47 +88,32 @@ def build_projection(
 ) -> dict[str, Any]:
     """Compute a projection from public reference slides; return the `--json` document.
 
+    The encoder is that of the features. It is loaded for slides and pictures alone.
+
     Args:
         sources: slides or pictures, cut by the settings of `[tile]`, or feature stores, or folders of these; other
-            files in folders are skipped.
+            files in folders are skipped. Or tables of features, or another tool's files or folders.
         out: the file to write.
+        form: the other tool, a key of LAYOUTS.
+        facts: the encoder of features, where their files lack it.
         n_dimensions: number of dimensions; None for 32, or the number that suits the planned statistics.
         statistics: the planned statistics, if known.
         mpp: µm per pixel of sources without a resolution.
         public: whether the user declares all sources public; see `require_public`.
 
     Raises:
-        UsageError: when a source belongs to a site or has another encoder, or all have too few patches.
+        UsageError: when a source belongs to a site, encoders differ, or all sources have too few patches.
         WsiFlError: when a named source cannot be read, or there is none.
     """
-    files = _list_files(sources)
-    if not public:
-        _require_public(study, files)
     pipeline = study.load_pipeline(study.pipeline_name(pipeline_name), overrides)
-    encoder = load_encoder(study, pipeline, "features", n_cores())
-    progress, rows, origins, skipped = watcher or SilentProgress(), [], [], []
-    for path in files:
-        progress.update(path.name, 0, 1)
-    for path in files:
-        try:
-            if path.suffix == ".h5":
-                features = _load_store_features(path, encoder.label)
-            else:
-                features = _extract_features(path, study, pipeline, encoder, mpp)
-        except WsiFlError as error:
-            if path in sources or isinstance(error, UsageError):
-                raise
-            skipped.append(path.name)
-            continue
-        rows.append(features)
-        origins.append(ProjectionSource(name=path.name, rows=len(features), sha256=_hash_source(path)))
-        progress.update(path.name, 1, 1)
-    if not rows:
-        raise WsiFlError(f"--from: no slide, picture or feature store{_name_examples(skipped)}")
-    x = np.concatenate(rows)
+    reader = _SourceReader(study, pipeline, form, facts or ImportFacts(), mpp, public)
+    parts, skipped = reader.read_sources(sources, watcher or SilentProgress())
+    encoder = _require_one_encoder(parts, list_study_encoders(study, pipeline))
+    x = np.concatenate([part.features for part in parts])
     if n_dimensions is None and statistics is not None:
         n_dimensions = choose_n_components(x, statistics.n_examples, statistics.noise_variance())
-    projection = fit_projection(x, ProjectionOrigin(encoder=encoder.label, sources=origins), n_dimensions or N_PUBLIC)
+    origin = ProjectionOrigin(encoder=encoder, sources=[part.source for part in parts])
+    projection = fit_projection(x, origin, n_dimensions or N_PUBLIC)
     write_projection(out, projection)
     file = study.relative_path(out.resolve())
     command = next_command("train --method oneshot", pipeline_name, overrides, [f"model.projection={file}"])
@@ -128,73 +121,109 @@ def build_projection(
         "file": file,
         "digest": projection.digest,
         "dimensions": projection.n_components,
-        "encoder": encoder.label,
-        "sources": [source.model_dump() for source in origins],
+        "encoder": encoder,
+        "sources": [source.model_dump() for source in origin.sources],
         "excluded": skipped,
         "next": [command],
     }
 
 
-def _list_files(sources: Sequence[Path]) -> list[Path]:
-    """Return the named files and slide folders, and those directly in named folders."""
+def _list_files(sources: Sequence[Path], form: str | None) -> list[Path]:
+    """Return the named files and slide folders, and those directly in named folders; folders of other tools as such."""
     file_lists = (
-        drop_companions(path.iterdir()) if path.is_dir() and not is_slide_folder(path) else [path] for path in sources
+        drop_companions(path.iterdir()) if path.is_dir() and not form and not is_slide_folder(path) else [path]
+        for path in sources
     )
     return [
         file for files in file_lists for file in files if file.is_file() or file in sources or is_slide_folder(file)
     ]
 
 
-def _hash_source(path: Path) -> str:
-    """Return the SHA-256 of a file, or of the names and digests of the files of a slide folder."""
-    if not path.is_dir():
-        return file_sha256(path)
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    lines = [f"{file_sha256(file)}  {file.relative_to(path).as_posix()}\n" for file in files]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+@dataclass(frozen=True)
+class _SourceReader:
+    """What the sources of a projection have in common."""
 
+    study: Study
+    pipeline: Pipeline
+    form: str | None
+    facts: ImportFacts
+    mpp: float | None
+    public: bool
 
-def _require_public(study: Study, files: Sequence[Path]) -> None:
-    for path in files:
+    def read_sources(self, sources: Sequence[Path], progress: Watcher) -> tuple[list[PublicFeatures], list[str]]:
+        """Return features of every source that can be read, and the names of the other files in folders."""
+        parts, skipped, files = list[PublicFeatures](), list[str](), _list_files(sources, self.form)
+        for path in files:
+            self._require_public(path)
+            progress.update(path.name, 0, 1)
+        for path in files:
+            try:
+                part = self._read_source(path, is_named=path in sources)
+            except WsiFlError as error:
+                if path in sources or isinstance(error, UsageError):
+                    raise
+                skipped.append(path.name)
+                continue
+            parts.append(part)
+            skipped += part.excluded
+            progress.update(path.name, 1, 1)
+        if not parts:
+            tools = f"; of features of another tool, --format names it: {', '.join(LAYOUTS)}"
+            raise WsiFlError(f"--from: no slide, picture or feature store{_name_examples(skipped)}{tools}")
+        return parts, skipped
+
+    def _require_public(self, path: Path) -> None:
+        if self.public or self.form:  # another tool's files are checked when they are read
+            return
         try:
-            require_public(study, path)
+            require_public(self.study, path)
         except UsageError:
             raise
         except WsiFlError:  # an unreadable store is reported or skipped when its features are loaded
-            continue
+            return
+
+    def _read_source(self, path: Path, *, is_named: bool) -> PublicFeatures:
+        if is_feature_source(path, self.form, is_named=is_named):
+            return read_public_features(path, self.form, self.facts, self._private_slides)
+        features = self._extract_features(path)
+        digest = file_sha256(path) if path.is_file() else _hash_folder(path)
+        source = ProjectionSource(name=path.name, rows=len(features), sha256=digest)
+        return PublicFeatures(source, features, self._encoder.label)
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return load_encoder(self.study, self.pipeline, "features", n_cores())
+
+    @cached_property
+    def _private_slides(self) -> PrivateSlides | None:
+        return None if self.public else index_private_slides(self.study)
+
+    def _extract_features(self, path: Path) -> NDArray[np.float32]:
+        """Return features float32[m, d] of some patches of a slide or picture."""
+        record = SlideRecord(path, path.stem, path.stem, "public", "negative", False, mpp_override=self.mpp)
+        reader, spec = self.pipeline.slides.reader, build_grid_spec(self.pipeline)
+        check_opens_safely(path, self.mpp, reader)
+        plan = plan_slide(record, spec, build_plan_params(self.study, self.pipeline), reader=reader)
+        corners = plan.xy_l0[sample_indices(len(plan.xy_l0), MAX_PATCHES)]
+        read = read_patches(plan.record, corners, spec, threads=n_cores(), reader=reader)
+        features: NDArray[np.float32] = encode_batches((pixels for _, pixels in read), self._encoder)
+        return features
 
 
-def _load_store_features(path: Path, encoder: str) -> NDArray[np.float32]:
-    """Return features float32[m, d] of some patches of a store, equally many of every slide."""
-    with BagStore(path) as store:
-        if any(encoder_differences([store.meta.encoder, encoder])):
-            raise UsageError(
-                f"{path}: features of {store.meta.encoder}, but the pipeline names {encoder}; set features.encoder and "
-                "features.weights"
-            )
-        n_slides = len(store.table.slide)
-        n_per_slide = max(1, _MAX_PATCHES // n_slides)
-        bags = (store.read_bag(k).features for k in range(min(n_slides, _MAX_PATCHES)))
-        return np.concatenate([bag[_sample_indices(len(bag), n_per_slide)] for bag in bags])
+def _hash_folder(path: Path) -> str:
+    """Return a digest of the names and contents of the files of a slide folder."""
+    files = (file for file in path.rglob("*") if file.is_file())
+    return combine_digests({file.relative_to(path).as_posix(): file_sha256(file) for file in files})
 
 
-def _extract_features(
-    path: Path, study: Study, pipeline: Pipeline, encoder: Encoder, mpp: float | None
-) -> NDArray[np.float32]:
-    """Return features float32[m, d] of some patches of a slide or picture."""
-    record = SlideRecord(path, path.stem, path.stem, "public", "negative", False, mpp_override=mpp)
-    reader, spec = pipeline.slides.reader, build_grid_spec(pipeline)
-    check_opens_safely(path, mpp, reader)
-    plan = plan_slide(record, spec, build_plan_params(study, pipeline), reader=reader)
-    corners = plan.xy_l0[_sample_indices(len(plan.xy_l0), _MAX_PATCHES)]
-    read = read_patches(plan.record, corners, spec, threads=n_cores(), reader=reader)
-    features: NDArray[np.float32] = encode_batches((pixels for _, pixels in read), encoder)
-    return features
-
-
-def _sample_indices(n: int, n_max: int) -> NDArray[np.int64]:
-    """Return a sorted, bounded sample of n indices, the same every time."""
-    return np.sort(np.random.default_rng(0).permutation(n)[:n_max])
+def _require_one_encoder(parts: Sequence[PublicFeatures], study_encoders: Mapping[str, str]) -> str:
+    """Return the label of the encoder of all sources; UsageError where sources or the study have another."""
+    labels = [(part.source.name, part.encoder) for part in parts]
+    name, encoder = max(labels, key=lambda item: has_weights_digest(item[1]))
+    for other, label in [*labels, *study_encoders.items()]:
+        if any(encoder_differences([encoder, label])):
+            raise UsageError(f"{name}: features of {encoder}, but those of {other} are of {label}; take one encoder")
+    return encoder
 
 
 def _name_examples(files: Sequence[str]) -> str:

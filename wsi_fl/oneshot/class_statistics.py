@@ -91,7 +91,6 @@ _CLIP_ROUND_OFF = 1e-9  # of the bound: more than the error of sums in float64
 _FALSE_ALARM_RATE = 1e-6
 """The largest probability that honest statistics are refused."""
 _STATISTICS_ROUND_OFF = 1e-4  # of float32 and of clipping, relative to the length of the statistics
-_COUNT_PER_ROW = COUNT_WEIGHT / (1 + COUNT_WEIGHT**2) ** 0.5  # a row's addition to the count of its class
 
 
 @torch.no_grad()
@@ -148,9 +147,9 @@ def _find_problems(
     if length > max_length:
         yield f"it is {length:.3g} long, where {n} units and their noise make at most {max_length:.3g}"
     # 3. the counts add up to n rows at most, and noise; fewer where validation rows or a fold are held out of n
-    n_counted = float(counts.sum()) / _COUNT_PER_ROW
-    tolerance = noise * classes**0.5 * norm.isf(8 * test_rate) / _COUNT_PER_ROW
-    if rows and n_counted - n > tolerance + round_off / _COUNT_PER_ROW:
+    n_counted = float(counts.sum()) / head.count_scale
+    tolerance = noise * classes**0.5 * norm.isf(8 * test_rate) / head.count_scale
+    if rows and n_counted - n > tolerance + round_off / head.count_scale:
         yield f"it counts {n_counted:.3g} rows, where {n} were announced and noise makes at most {tolerance:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""The commands `statistics` and `projection` (entry points `wsi_fl.commands`)."""
+"""The commands `statistics`, `survival` and `projection` (entry points `wsi_fl.commands`)."""
 
 from __future__ import annotations
 
@@ -48,9 +48,17 @@ def compute_projection(
         Option(
             "--from",
             metavar="PATH",
-            help="A public reference slide, picture or feature store, or a folder of these. Repeatable.",
+            help="A public slide, picture, feature store or table, or a folder of these. Repeatable.",
         ),
     ],
+    form: Annotated[
+        str | None, Option("--format", help="Of another tool's features: trident, clam, stamp or anndata.")
+    ] = None,
+    encoder: Annotated[str | None, Option(help="Encoder of the features, where the files lack it.")] = None,
+    called: Annotated[
+        str | None,
+        Option("--encoder-name", metavar="NAME", help="New name of the encoder, whatever the files call it."),
+    ] = None,
     out: Annotated[Path, Option(help="The file to write.")] = Path("projection.safetensors"),
     n: Annotated[
         int | None, Option("--dimensions", min=2, max=1024, help="How many. Default: 32, or as suits --rows.")
@@ -74,12 +82,15 @@ def compute_projection(
     if n is not None and rows is not None:
         raise UsageError("--dimensions and --rows exclude each other")
     from wsi_fl.oneshot.build_projection import ExpectedStatistics, build_projection, render_projection_lines
+    from wsi_fl.stages.prepare.import_export import ImportFacts
 
     work = partial(
         build_projection,
         study,
         sources,
         out=out,
+        form=form,
+        facts=ImportFacts(encoder=encoder, new_name=called),
         pipeline_name=pipeline,
         overrides=overrides or [],
         n_dimensions=n,
@@ -90,5 +101,16 @@ def compute_projection(
     run_work("projection", work, as_json, render_projection_lines)
 
 
+@partial(announce_start, name="survival")
+def draw_survival_curves(
+    out: Annotated[Path, Option(help="The picture to write.")] = Path("survival.png"), as_json: Json = False
+) -> None:
+    """Draw Kaplan–Meier curves of every hospital and of all, from their released class statistics."""
+    from wsi_fl.oneshot.survival_curves import draw_survival, render_survival_lines
+
+    print_document(draw_survival(find_study(), out), as_json, render_survival_lines)
+
+
 STATISTICS = ExtraCommand(release_statistics, "Train", is_hidden=True)
 PROJECTION = ExtraCommand(compute_projection, "Prepare", is_hidden=True)
+SURVIVAL = ExtraCommand(draw_survival_curves, "Results", is_hidden=True)

@@ -40,7 +40,7 @@ def sum_by_column(z: Tensor, y: Tensor, n_columns: int, *, weights: bool) -> Ten
     if not bool(is_valid.all()):
         row = int(is_valid.int().argmin())
         raise UsageError(f"row {row} has the label {y[row].item():g}; labels are 0 to {maximum}")
-    with_count = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
+    with_count = torch.cat([z, z.new_ones(len(z), 1)], dim=1)
     if not y.is_floating_point():
         return sum_groups(with_count, y, n_columns)
     share, first = y[:, None], torch.zeros(len(y), dtype=torch.int64)

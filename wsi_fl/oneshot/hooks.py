@@ -50,6 +50,8 @@ class OneshotHooks(StudyHooks):
                 "train.data = 'features' (or 'mosaics')"
             )
         projection, kind = pipeline.model.projection, pipeline.target.target_kind
+        if projection == 0 and kind != "survival":
+            raise UsageError("model.projection = 0 is for survival curves: set target.time, event and intervals")
         n = projection if isinstance(projection, int) else open_projection(study, projection).n_components
         model = {"private": linear, "proxy": f"{_HEAD_NAME}:{n}" + (f":{kind}" if kind != "classes" else "")}
         train_keys = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
@@ -59,6 +61,8 @@ class OneshotHooks(StudyHooks):
         if not context.method.payload.is_single_release:
             _check_start(context)
             return
+        if context.pipeline.model.projection == 0:
+            raise UsageError("model.projection = 0 counts without features, for `wsi-fl survival`, and gives no model")
         if context.pipeline.privacy.noise == "shared":
             _check_shared_noise(context, is_synced=is_synced)
         if context.uses_files and not is_synced:

@@ -80,6 +80,8 @@ def random_projection(n_features: int, n: int = N_RANDOM) -> Projection:
     import torch
 
     d = min(n, n_features)
+    if not d:  # counts alone
+        return Projection(np.zeros(n_features, np.float32), np.zeros((n_features, 0), np.float32), np.zeros((0, 0)))
     stream = torch.Generator().manual_seed(_SEED)
     components = torch.randn(n_features, d, dtype=torch.float64, generator=stream).numpy() / sqrt(d * n_features)
     return Projection(

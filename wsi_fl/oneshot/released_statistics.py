@@ -56,7 +56,7 @@ class StatisticsHeader(BaseModel):
     n_features: int = Field(ge=1)
     classes: list[str] = Field(min_length=1)
     task: str = ""
-    dimensions: int = Field(ge=1)
+    dimensions: int = Field(ge=0)
     projection: str
     unit: Literal["row", "patient"]
     n: int = Field(ge=1)

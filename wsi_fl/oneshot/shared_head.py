@@ -74,6 +74,7 @@ class SharedHead(nn.Module):
         design_effect: the design effect, the variance of means of local examples relative to that of independent ones;
             1 for one example per patient.
         rows_per_unit: number of examples averaged in a unit: 1, or the mean number of the local patients.
+        count_scale: addition of one example to the packed count of its column.
         clip_scale: divisor of a unit's z before the sum: 1, or the clipping norm where units are patients.
         n_sites: number of sites in the mean `sums`; 0 before the exchange.
     """
@@ -94,6 +95,9 @@ class SharedHead(nn.Module):
         if isinstance(projection, int):
             projection = random_projection(n_features, projection)
         self.shape = (count_columns(n_classes, kind), projection.n_components + 1)
+        # without features the count alone has norm 1
+        self._count_weight, self._scale = (COUNT_WEIGHT, _SCALE) if projection.n_components else (1.0, 1.0)
+        self.count_scale = self._count_weight * self._scale
         n_values = count_sums(self.shape[0], projection.n_components)
         self.sums = nn.Parameter(torch.zeros(n_values))
         self.mean = nn.Buffer(torch.from_numpy(projection.mean))
@@ -153,12 +157,12 @@ class SharedHead(nn.Module):
         return self._flatten_sums(means)
 
     def _flatten_sums(self, sums: Tensor) -> Tensor:
-        return torch.cat([sums[:, :-1], COUNT_WEIGHT * sums[:, -1:]], dim=1).flatten() * _SCALE
+        return torch.cat([sums[:, :-1], self._count_weight * sums[:, -1:]], dim=1).flatten() * self._scale
 
     def unpack_statistics(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return sums float64[columns, d] and counts float64[columns] of packed statistics."""
-        table = sums[: self.shape[0] * self.shape[1]].double().view(self.shape) / _SCALE
-        return table[:, :-1] * self.clip_scale, table[:, -1] / COUNT_WEIGHT
+        table = sums[: self.shape[0] * self.shape[1]].double().view(self.shape) / self._scale
+        return table[:, :-1] * self.clip_scale, table[:, -1] / self._count_weight
 
     @torch.no_grad()
     def set_local_statistics(self, z: Tensor, y: Tensor, patient: Tensor | None = None) -> None:

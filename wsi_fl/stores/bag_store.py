@@ -108,6 +108,18 @@ def hash_features(features: Features) -> str:
     return f"features {hashlib.sha256(b''.join(digests)).hexdigest()}"
 
 
+def mark_features(features: Features) -> str:
+    """Return the digest of the features float32[m, d] of a slide by which `BagStore.compute_marks` knows it."""
+    sums = checksum_rows(np.ascontiguousarray(features, np.float32))
+    return _mark_rows(sums, features if len(features) < _MIN_MARK_ROWS else None)
+
+
+def _mark_rows(sums: NDArray[np.uint32], few_rows: Features | None) -> str:
+    """Return a digest of checksums of rows, and of the rows themselves where they are few."""
+    features_mark = "" if few_rows is None else hash_features(few_rows)
+    return f"rows {hashlib.sha256(np.sort(sums).tobytes()).hexdigest()} {features_mark}"
+
+
 def group_bags(patches: PatchTable) -> tuple[BagTable, NDArray[np.int64]]:
     """Return (the slides of a table of patches as bags, number of patches of each).
 
@@ -306,12 +318,10 @@ class BagStore(StoreFile):
         """
         marks_by_slide: dict[str, frozenset[str]] = {}
         for k, slide in enumerate(self.table.slide.tolist()):
-            sums = np.sort(self._sums.values[self.bag_rows(k)])
+            sums = self._sums.values[self.bag_rows(k)]
             with suppress(WsiFlError):
-                features_mark = hash_features(self.read_bag(k).features) if len(sums) < _MIN_MARK_ROWS else ""
-                marks_by_slide[slide] = frozenset(
-                    {f"rows {hashlib.sha256(sums.tobytes()).hexdigest()} {features_mark}"}
-                )
+                few_rows = self.read_bag(k).features if len(sums) < _MIN_MARK_ROWS else None
+                marks_by_slide[slide] = frozenset({_mark_rows(sums, few_rows)})
         return marks_by_slide
 
     def bag_rows(self, k: int) -> slice:

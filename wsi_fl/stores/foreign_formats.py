@@ -60,6 +60,7 @@ class FileFacts:
         mpp: µm per pixel of the patches.
         nominal: whether `mpp` only follows from a magnification.
         mpp_l0: µm per level-0 pixel of the slide.
+        names_patients: whether files are of patients, and named by them.
     """
 
     encoder: str | None = None
@@ -68,6 +69,7 @@ class FileFacts:
     mpp: float | None = None
     nominal: bool = False
     mpp_l0: float | None = None
+    names_patients: bool = False
 
 
 @dataclass(frozen=True)
@@ -307,8 +309,9 @@ def _read_stamp(path: Path) -> _ForeignSlide:
     with _open_foreign(path) as file:
         attrs, dataset = file.attrs, read_dataset(file, "feats")
         features, encoder = _check_features(dataset[:], path.name), _read_text(attrs, "encoder")
-        if dataset.ndim == 1 or _read_text(attrs, "feat_type") in {"slide", "patient"}:
-            return _ForeignSlide(features, None, FileFacts(encoder=encoder or _read_text(attrs, "extractor")))
+        kind, encoder = _read_text(attrs, "feat_type"), encoder or _read_text(attrs, "extractor")
+        if dataset.ndim == 1 or kind in {"slide", "patient"}:
+            return _ForeignSlide(features, None, FileFacts(encoder=encoder, names_patients=kind == "patient"))
         former_size_um = _read_number(attrs, "tile_size") if _read_text(attrs, "unit") == "um" else None
         size_um, size = (_read_number(attrs, "tile_size_um") or former_size_um, _read_number(attrs, "tile_size_px"))
         if size_um is None:

@@ -228,9 +228,9 @@ class _ModelSettings(Section):
     """Trained part of a network with `model.weights`: everything, the classifier (`head`), the last block and the
     classifier (`last`), gains and biases of normalisation layers and the classifier (`norm`), or low-rank adapters and
     the classifier (`lora`). Only this part is exchanged, with noise."""
-    projection: Annotated[int, Field(ge=2, le=65_536)] | str = 128
+    projection: Annotated[int, Field(ge=0, le=65_536)] | str = 128
     """Projection of features for `oneshot`: the path in the study of the file that `wsi-fl projection` computed from
-    public reference slides, or a number of random dimensions, which lose more. All sites need the same projection."""
+    public reference slides, or a number of random dimensions, which lose more (0: counts alone). All sites need one."""
 
 
 class _TopologySettings(Section):

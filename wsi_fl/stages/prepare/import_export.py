@@ -28,6 +28,7 @@ from wsi_fl.stores.foreign_writers import write_clam, write_labels
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
+from wsi_fl.system.file_names import slide_of
 from wsi_fl.system.shared_work import site_lock
 from wsi_fl.types import ExcludedSlide, GridSpec, SlideRecord, UsageError, WsiFlError, encoder_label
 
@@ -50,14 +51,21 @@ class ImportFacts:
 
 
 @dataclass(frozen=True)
-class _ImportedSlide:
-    """A slide with an intact file: n patches of d features, and a digest of them."""
+class FeatureFile:
+    """An intact file of features of d dimensions, and what it says of them; `name` for errors."""
 
-    record: SlideRecord
+    name: str
     path: Path
-    n_patches: int
     n_features: int
     facts: FileFacts
+
+
+@dataclass(frozen=True)
+class _ImportedSlide(FeatureFile):
+    """A slide with its file: n patches, and a digest of their features."""
+
+    record: SlideRecord
+    n_patches: int
     mark: str
     note: str = ""
 
@@ -91,7 +99,7 @@ def import_features(
         WsiFlError: when no slide is left.
     """
     start, progress = time.perf_counter(), watcher or SilentProgress()
-    layout, files = _find_files(form, source)
+    layout, files = find_feature_files(form, source)
     scope: slide_lists.Scope = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
     pipeline, (site_file,) = slide_lists.select_sites(study, **scope)
     diagnoses = slide_lists.store_classes(site_file, pipeline.subtypes) if pipeline.subtypes else ()
@@ -130,9 +138,16 @@ def import_features(
     return {"sites": [row], "next": slide_lists.next_commands(study, **scope)}
 
 
-def _find_files(form: str, source: Path) -> tuple[FeatureLayout, dict[str, Path]]:
+def find_feature_files(form: str, source: Path) -> tuple[FeatureLayout, dict[str, Path]]:
+    """Return a layout, and the files of slides by name, in a folder or a single one.
+
+    Raises:
+        UsageError: for an unknown layout, or without such a folder or files.
+    """
     if form not in LAYOUTS:
         raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
+    if source.is_file():
+        return LAYOUTS[form], {slide_of(source): source}
     if not source.is_dir():
         raise UsageError(f"--from {source}: no such folder")
     return LAYOUTS[form], LAYOUTS[form].find(source)
@@ -184,7 +199,8 @@ def _read_slide(record: SlideRecord, path: Path, layout: FeatureLayout) -> _Impo
             record.slide, f"{path.name} says {file_facts.mpp_l0:g} µm per pixel of the slide, the table {table_mpp:g}"
         )
     n_patches, n_features = foreign.features.shape
-    slide = _ImportedSlide(record, path, n_patches, n_features, file_facts, hash_features(foreign.features))
+    mark = hash_features(foreign.features)
+    slide = _ImportedSlide(record.slide, path, n_features, file_facts, record, n_patches, mark)
     if foreign.build_bag(slide.mpp_l0).has_places:
         return slide
     if foreign.xy is None and n_patches == 1:
@@ -213,7 +229,7 @@ def _merge_metadata(
 ) -> BagMeta:
     """Return the metadata of the store, from all files and the options."""
     _require_facts(slides, facts)
-    encoder = _resolve_encoder(slides, facts)
+    encoder = resolve_encoder(slides, facts)
     patch_size = _require_equal(slides, "patch size", lambda slide: slide.facts.size_px)
     size = _resolve_value(patch_size, facts.patch_px, slides, "--patch-px")
     mpp = _resolve_mpp(slides, facts.mpp)
@@ -237,8 +253,14 @@ def _require_facts(slides: Sequence[_ImportedSlide], facts: ImportFacts) -> None
         raise UsageError(f"{complaint}; add {', '.join(missing.values())}")
 
 
-def _resolve_encoder(slides: Sequence[_ImportedSlide], facts: ImportFacts) -> str:
-    """Return the encoder's label: a preset's name where widths agree, and the name in the files."""
+def resolve_encoder(slides: Sequence[FeatureFile], facts: ImportFacts) -> str:
+    """Return the encoder's label: a preset's name where widths agree, and the name in the files.
+
+    Raises:
+        UsageError: when widths or encoders differ, or the files and the options; names two files.
+    """
+    if facts.encoder is None and facts.new_name is None and not any(slide.facts.encoder for slide in slides):
+        raise UsageError(f"{slides[0].path}: does not say its encoder; add --encoder NAME")
     width = int(_require_equal(slides, "features of width", lambda slide: slide.n_features))
     encoder = _require_equal(slides, "encoder", lambda slide: _resolve_preset(slide.facts.encoder, width))
     if facts.new_name is None:
@@ -273,7 +295,7 @@ def _resolve_mpp(slides: Sequence[_ImportedSlide], option_mpp: float | None) -> 
     return option_mpp
 
 
-def _resolve_value(file_value: Any, option_value: Any, slides: Sequence[_ImportedSlide], option: str) -> Any:
+def _resolve_value(file_value: Any, option_value: Any, slides: Sequence[FeatureFile], option: str) -> Any:
     """Return the value of the files, or that of the option where they have none; UsageError where both differ."""
     if file_value is not None and option_value is not None and not _is_same(file_value, option_value):
         advice = f", or say --encoder-name {option_value} if they are the same" if option == "--encoder" else ""
@@ -283,9 +305,9 @@ def _resolve_value(file_value: Any, option_value: Any, slides: Sequence[_Importe
     return option_value if file_value is None else file_value
 
 
-def _require_equal(slides: Sequence[_ImportedSlide], quantity: str, read_value: Callable[[_ImportedSlide], Any]) -> Any:
+def _require_equal(slides: Sequence[FeatureFile], quantity: str, read_value: Callable[[FeatureFile], Any]) -> Any:
     """Return the common value of all slides with one, or None; UsageError names two slides that differ."""
-    values = [(slide.record.slide, value) for slide in slides if (value := read_value(slide)) is not None]
+    values = [(slide.name, value) for slide in slides if (value := read_value(slide)) is not None]
     for slide, value in values:
         if not _is_same(value, values[0][1]):
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from wsi_fl.models.encoder import Encoder
@@ -10,6 +11,7 @@ from wsi_fl.models.presets import PRESETS
 from wsi_fl.models.weights import NoWeightsError
 from wsi_fl.stages.runtime.rank_job import select_device, take_threads
 from wsi_fl.stages.site.public_sources import require_published
+from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import WsiFlError
@@ -59,6 +61,20 @@ def load_encoder(
         note = f"licence {preset.licence} (its model card counts); takes about {gib:.1f} GiB of memory"
     report(f"{encoder.name}: {note}")
     return encoder
+
+
+def list_study_encoders(study: Study, pipeline: Pipeline) -> dict[str, str]:
+    """Return site → the encoder's label of its feature store, for stores on this machine.
+
+    Without any it is the encoder that the pipeline names, if it names one.
+    """
+    path = study.mosaic_path if pipeline.train.data == "mosaics" else study.features_path
+    labels = {}
+    for site in pipeline.sites or study.site_names():
+        with suppress(WsiFlError), BagStore(path(site)) as store:
+            labels[f"site {site}"] = store.meta.encoder
+    is_named = pipeline.features.encoder is not None or "encoder" in pipeline.mosaic.model_fields_set
+    return labels or ({"the pipeline": pipeline.encoder_settings.encoder} if is_named else {})
 
 
 def describe_transform(encoder: Encoder) -> dict[str, object]:

@@ -5,6 +5,8 @@ A source is refused on any sign that it is of a hospital's patients, unless decl
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from wsi_fl.runs.run_folder import RunFolder
@@ -12,10 +14,13 @@ from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.slides.reading.formats.dicom_headers import resolve_slide_path
 from wsi_fl.stages.site.run_context import find_method
 from wsi_fl.stages.site.slide_files import list_slides
-from wsi_fl.stores.bag_store import BagStore
+from wsi_fl.stores.bag_store import BagStore, Features, mark_features
 from wsi_fl.study.folder import Study, load_run_pipeline
+from wsi_fl.system.file_names import compose_text, slide_of
 from wsi_fl.types import UsageError, WsiFlError
 
+PrivateSlides = Mapping[str, str]
+"""Name or digest of features → real site, of the slides and patients of real sites."""
 _PUBLIC_HINT = "results from it leave without any ε: give public reference slides, or --public if it is public"
 
 
@@ -35,6 +40,45 @@ def require_public(study: Study, source: Path) -> None:
         _require_public_store(study, source)
     elif (site := _find_site_by_slides(study, source)) is not None:
         raise UsageError(f"{source}: is a slide of real site {site}; {_PUBLIC_HINT}")
+
+
+def require_public_features(
+    source: Path, features: Features, private_slides: PrivateSlides, *, names_patients: bool
+) -> None:
+    """Refuse another tool's file, or a table, of a hospital's patients.
+
+    Such a file lies in the stores of a real site, names patients, or has the name or the features of a slide in them.
+
+    Args:
+        features: float32[m, d].
+        private_slides: see `index_private_slides`.
+
+    Raises:
+        UsageError: in one line that names the reason.
+    """
+    if names_patients:
+        raise UsageError(f"{source}: features that name patients; {_PUBLIC_HINT}")
+    site = _find_site_by_place(source) or private_slides.get(slide_of(source))
+    if site := site or private_slides.get(mark_features(features)):
+        raise UsageError(f"{source}: features of real site {site}; {_PUBLIC_HINT}")
+
+
+def index_private_slides(study: Study) -> PrivateSlides:
+    """Return name or digest of features → real site, of the slides and patients in the feature stores of real sites."""
+    return {
+        key: site
+        for site in study.site_names()
+        if not _is_simulated(study, site)
+        for path in (study.mosaic_path(site), study.features_path(site))
+        for key in _list_private_slides(path)
+    }
+
+
+def _list_private_slides(path: Path) -> Iterator[str]:
+    with suppress(WsiFlError), BagStore(path) as store:
+        yield from map(compose_text, {*store.table.slide.tolist(), *store.patch_table.patient.tolist()} - {""})
+        for marks in store.compute_marks().values():
+            yield from marks
 
 
 def require_published(weights: Path, key: str) -> None:
@@ -93,6 +137,10 @@ def _require_public_store(study: Study, source: Path) -> None:
             return
         if ((table.patient != "") & (table.patient != table.slide)).any():
             raise UsageError(f"{source}: a feature store that names patients; {_PUBLIC_HINT}")
+        marks = frozenset[str]().union(*store.compute_marks().values())
+    private_slides = index_private_slides(study)
+    if private_marks := marks & private_slides.keys():
+        raise UsageError(f"{source}: features of real site {private_slides[min(private_marks)]}; {_PUBLIC_HINT}")
 
 
 def _find_site_by_slides(study: Study, source: Path) -> str | None:

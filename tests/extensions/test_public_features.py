@@ -1,0 +1,216 @@
+"""Projections from public features alone: any importable format, without labels, and without weights of the encoder."""
+
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+from conftest import refused
+from file_changes import make_real
+
+from wsi_fl.evidence.bench import _read_projection
+from wsi_fl.oneshot import build_projection as module
+from wsi_fl.oneshot.build_projection import build_projection
+from wsi_fl.oneshot.projection import read_projection
+from wsi_fl.oneshot.public_features import MAX_PATCHES
+from wsi_fl.stages.prepare.import_export import ImportFacts, import_features
+from wsi_fl.stages.prepare.init_study import init_study
+from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore, write_bags
+from wsi_fl.stores.foreign_formats import LAYOUTS
+from wsi_fl.stores.foreign_writers import write_clam
+from wsi_fl.study.folder import Study
+from wsi_fl.types import BagTable, GridSpec, WsiFlError
+
+N_SLIDES, D = 6, 48
+CLAM_SAYS_NOTHING = ImportFacts(encoder="uni-like")
+
+
+def bags_of(seed=0, n=N_SLIDES, d=D):
+    rng = np.random.default_rng(seed)
+    mixture = rng.normal(size=(40, d))
+    x = rng.normal(size=(n, 10, 40)) @ mixture
+    return [Bag(part.astype(np.float32), rng.integers(0, 9000, (10, 2))) for part in x]
+
+
+def write_public_store(path, bags, encoder="uni-like", name="public", patient=""):
+    n = len(bags)
+    slides = np.array([f"{name}{k}" for k in range(n)])
+    table = BagTable(np.arange(n) % 2, np.full(n, ""), slides, np.full(n, patient), np.full(n, "train"))
+    meta = BagMeta("elsewhere", ("a", "b"), encoder, GridSpec(256, 0.5, 256), "import")
+    write_bags(path, meta, table, bags, np.full(n, 0.25))
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """A study with a real hospital A, which imported TRIDENT's features; no encoder can be loaded."""
+
+    def refuse_weights(*_, **__):
+        raise AssertionError("no patch is encoded, so no weights are needed")
+
+    monkeypatch.setattr(module, "load_encoder", refuse_weights)
+    init_study(tmp_path / "study", names=["A"], pipeline="features")
+    made = Study(tmp_path / "study")
+    folder = write_layout(tmp_path / "own", "trident", bags_of(5), name="own")
+    lines = [f"own{k},p{k},{('healthy', 'tumor')[k % 2]}\n" for k in range(N_SLIDES)]
+    (tmp_path / "labels.csv").write_text("slide,patient,label\n" + "".join(lines))
+    import_features(made, site="A", form="trident", source=folder, labels=tmp_path / "labels.csv")
+    make_real(made, "A")
+    return made
+
+
+def write_layout(folder, form, bags, **store):
+    """Write features in the layout of a tool, or as our store or a table; return what a user names."""
+    folder.mkdir(parents=True)
+    write_public_store(folder / "store.h5", bags, **store)
+    if form == "store":
+        return folder / "store.h5"
+    rows = np.concatenate([bag.features for bag in bags])
+    if form == "npz":
+        np.savez(folder / "t.npz", x=rows)
+    elif form == "csv":
+        np.savetxt(folder / "t.csv", rows, delimiter=",", header=",".join(f"f{k}" for k in range(D)), comments="")
+    elif form == "anndata":
+        for k, bag in enumerate(bags):
+            with h5py.File(folder / f"public{k}.h5ad", "w") as file:
+                file["X"] = bag.features
+    else:
+        with BagStore(folder / "store.h5") as opened:
+            write_clam(opened, folder, tensors=True) if form == "clam" else LAYOUTS[form].write(opened, folder)
+    (folder / "store.h5").unlink()
+    if form == "clam":
+        shutil.rmtree(folder / "h5_files")  # the tensors alone say no encoder
+    return folder / f"t.{form}" if form in {"npz", "csv"} else folder
+
+
+FORMS = ["store", "npz", "csv", *LAYOUTS]
+
+
+def project(study, source, form, out="p.safetensors", **options):
+    sources = source if isinstance(source, list) else [source]
+    tool = form if form in LAYOUTS else None
+    needs_name = form in {"npz", "csv", "clam", "anndata"}
+    options = {"facts": CLAM_SAYS_NOTHING if needs_name else None, "n_dimensions": 8} | options
+    return build_projection(study, sources, out=study.root / out, form=tool, **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_features_in_every_format_give_one_projection_without_labels_or_weights(study, tmp_path, form):
+    bags = bags_of()
+    document = project(study, write_layout(tmp_path / form, form, bags), form)
+    reference = project(study, write_layout(tmp_path / "reference", "store", bags), "store", out="r.safetensors")
+    (source,) = document["sources"]
+    assert document["encoder"] == "uni-like" and source["rows"] == 60 and not document["excluded"]
+    ours, theirs = (read_projection(study.root / name, name) for name in ("p.safetensors", "r.safetensors"))
+    np.testing.assert_allclose(np.abs(ours.components), np.abs(theirs.components), atol=1e-4)
+    assert ours.origin.encoder == "uni-like" and theirs.digest == reference["digest"]
+
+
+def test_an_encoder_that_no_file_names_is_asked_for(study, tmp_path):
+    for form in ("npz", "clam", "anndata"):
+        source = write_layout(tmp_path / form, form, bags_of())
+        refused(lambda source=source, form=form: project(study, source, form, facts=None), "add --encoder NAME")
+    source = write_layout(tmp_path / "trident", "trident", bags_of())
+    other = ImportFacts(encoder="resnet50")
+    refused(lambda: project(study, source, "trident", facts=other), "--encoder resnet50", "says uni-like")
+    assert not list(study.root.glob("*.safetensors"))
+
+
+def test_features_of_another_encoder_than_the_studys_are_refused(study, tmp_path):
+    source = write_layout(tmp_path / "trident", "trident", bags_of(), encoder="virchow2-like")
+    words = "features of virchow2-like", "those of site A are of uni-like"
+    refused(lambda: project(study, source, "trident"), *words)
+    study.mosaic_path("A").unlink()
+    named = ["features.encoder=uni"]
+    refused(lambda: project(study, source, "trident", overrides=named), "those of the pipeline are of uni;")
+    assert project(study, source, "trident")["encoder"] == "virchow2-like"  # nobody has named one
+
+
+def test_sources_of_two_encoders_or_widths_are_refused(study, tmp_path):
+    one, other = (write_layout(tmp_path / f"{e}-like", "trident", bags_of(), encoder=f"{e}-like") for e in ("uni", "x"))
+    refused(lambda: project(study, [one, other], "trident"), "uni-like: features of uni-like", "x-like are of x-like")
+    shutil.copy(next(other.rglob("*.h5")), next(one.rglob("*.h5")).with_name("z.h5"))
+    refused(lambda: project(study, one, "trident"), "slides differ", "uni-like", "x-like")
+
+
+def test_damaged_files_of_a_folder_are_skipped_by_name(study, tmp_path):
+    source = write_layout(tmp_path / "trident", "trident", bags_of())
+    file = next(source.rglob("*.h5"))
+    with h5py.File(file, "a") as opened:
+        opened["features"][0, 0] = np.nan
+    document = project(study, source, "trident")
+    assert document["excluded"] == [f"{file.name}: features are not finite"] and document["sources"][0]["rows"] == 50
+    shutil.rmtree(source)
+    (source / "features_uni").mkdir(parents=True)
+    shutil.copy(tmp_path / "labels.csv", source / "features_uni" / "a.h5")
+    refused(lambda: project(study, source, "trident"), "none of its files can be read", error=WsiFlError)
+
+
+def test_every_slide_of_a_large_folder_gives_equally_many_patches(study, tmp_path):
+    bags = [Bag(np.repeat(bag.features, 20, 0), np.zeros((200, 2), np.int64)) for bag in bags_of()]
+    document = project(study, write_layout(tmp_path / "trident", "trident", bags), "trident")
+    assert document["sources"][0]["rows"] == MAX_PATCHES // N_SLIDES * N_SLIDES
+
+
+def own_folder(study, tmp_path):
+    return tmp_path / "own", "trident"
+
+
+def renamed_files(study, tmp_path):
+    for file in [*(tmp_path / "own").rglob("*.h5")]:
+        file.rename(file.with_name(f"public-{file.name}"))
+    return tmp_path / "own", "trident"
+
+
+def other_features_of_its_slides(study, tmp_path):
+    return write_layout(tmp_path / "again", "stamp", bags_of(7), name="own"), "stamp"
+
+
+def its_exported_store(study, tmp_path):
+    return write_layout(tmp_path / "copy", "store", bags_of(5)), "store"
+
+
+def vectors_of_patients(study, tmp_path):
+    (tmp_path / "patients").mkdir()
+    for k, bag in enumerate(bags_of(9, n=20)):
+        with h5py.File(tmp_path / "patients" / f"x{k}.h5", "w") as file:
+            file["feats"] = bag.features[0]
+            file.attrs.update(feat_type="patient", encoder="uni-like")
+    return tmp_path / "patients", "stamp"
+
+
+def table_of_patients(study, tmp_path):
+    x = np.concatenate([bag.features for bag in bags_of()])
+    np.savez(tmp_path / "t.npz", x=x, patient=np.array(["", "Meier"] * 30))
+    return tmp_path / "t.npz", "npz"
+
+
+PRIVATE = [
+    own_folder,
+    renamed_files,
+    other_features_of_its_slides,
+    its_exported_store,
+    vectors_of_patients,
+    table_of_patients,
+]
+
+
+@pytest.mark.parametrize("private", PRIVATE)
+def test_features_of_a_hospitals_patients_are_public_only_when_declared(study, tmp_path, private):
+    source, form = private(study, tmp_path)
+    refused(lambda: project(study, source, form), "give public reference slides, or --public if it is public")
+    assert not (study.root / "p.safetensors").exists()
+    assert project(study, source, form, public=True)["dimensions"] == 8
+
+
+def test_features_of_another_tool_without_its_name_are_refused_with_the_option(study, tmp_path):
+    source = write_layout(tmp_path / "trident", "trident", bags_of())
+    refused(lambda: project(study, source / "features_uni-like", "store"), "--format names it", error=WsiFlError)
+    refused(lambda: project(study, source, "trident-like", facts=None), "no slide, picture", error=WsiFlError)
+    refused(lambda: build_projection(study, [source], out=tmp_path / "p", form="tridnet"), "--format 'tridnet': use")
+
+
+def test_a_benchmark_takes_public_features_without_labels(tmp_path):
+    bags = bags_of()
+    for form in ("store", "npz", "csv", "trident"):
+        found = _read_projection(write_layout(tmp_path / form, form, [*bags, *bags_of(1)]))
+        assert found.components.shape[0] == D and not isinstance(found, int)

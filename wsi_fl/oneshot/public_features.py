@@ -1,0 +1,119 @@
+"""Features of public reference slides for a projection, without labels: from stores, tables and other tools' files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.oneshot.projection import ProjectionSource
+from wsi_fl.stages.prepare.feature_columns import TABLE_SUFFIXES, read_columns
+from wsi_fl.stages.prepare.import_export import FeatureFile, ImportFacts, find_feature_files, resolve_encoder
+from wsi_fl.stages.site.public_sources import PrivateSlides, require_public_features
+from wsi_fl.stores.bag_store import BagStore
+from wsi_fl.stores.foreign_formats import FileFacts
+from wsi_fl.system.file_names import is_missing
+from wsi_fl.system.files import file_sha256
+from wsi_fl.types import WsiFlError
+
+MAX_PATCHES = 500
+"""Patches of one source: a slide, a picture, a store, a table, or a folder of another tool."""
+
+
+@dataclass(frozen=True)
+class PublicFeatures:
+    """Features float32[m, d] of some patches of a source, and the label of their encoder.
+
+    `excluded` names the files of a folder that could not be read.
+    """
+
+    source: ProjectionSource
+    features: NDArray[np.float32]
+    encoder: str
+    excluded: Sequence[str] = ()
+
+
+def is_feature_source(path: Path, form: str | None, *, is_named: bool) -> bool:
+    """Return whether a source holds features; a table does where it is named, and in a folder may be of labels."""
+    return form is not None or path.suffix == ".h5" or (is_named and path.suffix in TABLE_SUFFIXES)
+
+
+def read_public_features(
+    path: Path, form: str | None, facts: ImportFacts, private_slides: PrivateSlides | None = None
+) -> PublicFeatures:
+    """Read features of some patches of a source, equally many of every slide.
+
+    Args:
+        path: a table (`.npz`, `.csv`), a feature store, or a file or folder in another tool's layout.
+        form: a key of LAYOUTS, for such a file or folder.
+        facts: the encoder, where files lack it.
+        private_slides: see `index_private_slides`; None if the source is declared public.
+
+    Raises:
+        UsageError: for invalid features, an unknown encoder, or features of a hospital's patients.
+        WsiFlError: when nothing can be read.
+    """
+    if path.suffix in TABLE_SUFFIXES:
+        return _read_table(path, facts, private_slides)
+    return _read_store(path) if form is None else _read_layout(path, form, facts, private_slides)
+
+
+def _read_table(path: Path, facts: ImportFacts, private_slides: PrivateSlides | None) -> PublicFeatures:
+    x, _, patient = read_columns(path, needs_labels=False)
+    features = x.astype(np.float32)
+    if private_slides is not None:
+        names_patients = not all(is_missing(str(name)) for name in patient.tolist())
+        require_public_features(path, features, private_slides, names_patients=names_patients)
+    encoder = resolve_encoder([FeatureFile(path.name, path, features.shape[1], FileFacts())], facts)
+    source = ProjectionSource(name=path.name, rows=min(len(features), MAX_PATCHES), sha256=file_sha256(path))
+    return PublicFeatures(source, features[sample_indices(len(features), MAX_PATCHES)], encoder)
+
+
+def _read_store(path: Path) -> PublicFeatures:
+    with BagStore(path) as store:
+        slides = range(min(len(store), MAX_PATCHES))
+        n_per_slide = max(1, MAX_PATCHES // len(store))
+        bags = (store.read_bag(k).features for k in slides)
+        features = np.concatenate([bag[sample_indices(len(bag), n_per_slide)] for bag in bags])
+        source = ProjectionSource(name=path.name, rows=len(features), sha256=file_sha256(path))
+        return PublicFeatures(source, features, store.meta.encoder)
+
+
+def _read_layout(path: Path, form: str, facts: ImportFacts, private_slides: PrivateSlides | None) -> PublicFeatures:
+    layout, slide_files = find_feature_files(form, path)
+    all_paths = [*slide_files.values()]
+    paths = [all_paths[place] for place in sample_indices(len(all_paths), MAX_PATCHES)]
+    files, parts, excluded = [], [], []
+    for file in paths:
+        try:
+            foreign = layout.read(file)
+        except WsiFlError as error:
+            excluded.append(str(error))
+            continue
+        n_patches, n_features = foreign.features.shape
+        if private_slides is not None:
+            names_patients = foreign.facts.names_patients
+            require_public_features(file, foreign.features, private_slides, names_patients=names_patients)
+        files.append(FeatureFile(file.name, file, n_features, foreign.facts))
+        parts.append(foreign.features[sample_indices(n_patches, max(1, MAX_PATCHES // len(paths)))])
+    if not files:
+        raise WsiFlError(f"{path}: none of its files can be read: {excluded[0]}")
+    encoder, features = resolve_encoder(files, facts), np.concatenate(parts)
+    digest = combine_digests({file.name: file_sha256(file.path) for file in files})
+    source = ProjectionSource(name=path.name, rows=len(features), sha256=digest)
+    return PublicFeatures(source, features, encoder, excluded)
+
+
+def sample_indices(n: int, n_max: int) -> NDArray[np.int64]:
+    """Return a sorted, bounded sample of n indices, the same every time."""
+    return np.sort(np.random.default_rng(0).permutation(n)[:n_max])
+
+
+def combine_digests(digests: Mapping[str, str]) -> str:
+    """Return the SHA-256 of names and digests of files, in the order of the names."""
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,0 +1,129 @@
+"""`wsi-fl survival`: Kaplan–Meier curves from released class statistics, which count patients by interval."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
+from wsi_fl.oneshot.released_statistics import ReleasedStatistics, load_statistics
+from wsi_fl.oneshot.shared_head import SharedHead
+from wsi_fl.report import figures
+from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import TargetSettings
+from wsi_fl.system.files import write_bytes
+from wsi_fl.types import UsageError, WsiFlError
+
+_Floats = NDArray[np.float64]
+_Z = 1.96
+
+
+def estimate_curve(counts: _Floats, noise_variance: float) -> pd.DataFrame:
+    """Return the share without the event at the ends of k intervals, its 95 % interval, and its s.d. by noise alone.
+
+    All are NaN from where noise hides who is at risk. Noise can make hazards negative; the share is the nearest that
+    does not rise (Barlow et al., "Statistical inference under order restrictions", 1972).
+
+    Args:
+        counts: float64[2k + 1], events by interval, then patients censored after 0, 1, …, k passed intervals.
+        noise_variance: of each count.
+    """
+    from sklearn.isotonic import isotonic_regression
+
+    k = len(counts) // 2
+    # 1. at risk in an interval are all who have the event in it or later, or pass it
+    risk = np.concatenate([np.triu(np.ones((k, k))), np.triu(np.ones((k, k + 1)), 1)], axis=1)
+    visible = np.logical_and.accumulate(risk @ counts > _Z * np.sqrt(noise_variance * risk.sum(1)))
+    n = np.where(visible, risk @ counts, np.nan)
+    # 2. S = Π (1 − d / n), its variance by chance (Greenwood), and its change with each count, whose noise is known
+    hazard = np.minimum(counts[:k] / n, 1)
+    share, chance, slope, steps = 1.0, 0.0, np.zeros(2 * k + 1), []
+    for h, m, change in zip(hazard, n, (np.eye(k, 2 * k + 1) - hazard[:, None] * risk) / n[:, None], strict=True):
+        chance = (1 - h) ** 2 * chance + share**2 * h.clip(0) * (1 - h) / m
+        slope = (1 - h) * slope - share * change
+        share *= 1 - h
+        steps.append((share, chance, noise_variance * np.square(slope).sum()))
+    share, chance, noise = np.array(steps).T
+    share[visible] = isotonic_regression(share[visible], y_min=0, y_max=1, increasing=False) if visible.any() else []
+    low, high = (share + sign * _Z * np.sqrt(chance + noise) for sign in (-1, 1))
+    columns = {"share": share, "low": low.clip(0), "high": high.clip(None, 1), "noise_sd": np.sqrt(noise), "at_risk": n}
+    return pd.DataFrame(columns)
+
+
+def draw_survival(study: Study, out: Path) -> dict[str, Any]:
+    """Draw the curves of all hospitals with statistics in the study, and of all together; return the `--json` document.
+
+    Raises:
+        UsageError: for statistics without survival of patients, or of different targets.
+        WsiFlError: without statistics, or for forged ones.
+    """
+    statistics = [*load_statistics(study, map(study.load_site, study.site_names())).values()]
+    if not statistics:
+        raise WsiFlError("no statistics/*.safetensors here; release some with `wsi-fl statistics`, or copy them here")
+    headers = [released.header for released in statistics]
+    target = TargetSettings.model_validate_json(headers[0].task or "{}")
+    if len({header.task for header in headers}) > 1 or target.target_kind != "survival":
+        sites = ", ".join(header.site for header in headers)
+        raise UsageError(f"statistics of {sites}: curves need one target of all, with time, event and intervals")
+    rows: list[Any] = [*map(_read_counts, statistics)]
+    rows.append([sum(values) for values in zip(*rows, strict=True)])
+    owners = [*((header.site, header.epsilon) for header in headers), ("all", None)]
+    curves = []
+    for (site, epsilon), (n, counts, variance) in zip(owners, rows, strict=True):
+        curve = estimate_curve(counts, variance).round(6).astype(object)
+        row = {"site": site, "n": n, "epsilon": epsilon, "count_noise_sd": variance**0.5}
+        curves.append(row | curve.where(curve.notna(), None).to_dict("list"))
+    write_bytes(out, _draw_png(curves, target.intervals or [], f"{target.time} until {target.event}"))
+    facts = {"event": target.event, "time": target.time, "ends": target.intervals, "delta": headers[0].delta}
+    return facts | {"curves": curves, "picture": str(out)}
+
+
+def _read_counts(released: ReleasedStatistics) -> tuple[int, _Floats, float]:
+    """Return the number of patients, their counts float64[2k + 1], and the variance of the noise of each count."""
+    header, vector = released.header, torch.from_numpy(released.vector)
+    if header.unit != "patient":
+        raise UsageError(f"statistics of site {header.site} count rows; curves need privacy.unit = 'patient'")
+    head = SharedHead(len(header.classes), header.n_features, projection=header.dimensions, kind="survival")
+    if problem := explain_invalid_statistics(head, vector, header.n, header.sigma, rows=False):
+        raise WsiFlError(f"no statistics of {header.n} patients of site {header.site}: {problem}; ask it for the file")
+    return header.n, head.unpack_statistics(vector)[1].numpy(), (header.sigma / head.count_scale) ** 2
+
+
+def _draw_png(curves: Sequence[Mapping[str, Any]], ends: Sequence[float], label: str) -> bytes:
+    columns, rows, color = min(4, len(curves)), -(-len(curves) // 4), figures.load_palette()["s0"]
+    with mpl.rc_context(figures.build_png_style()):
+        figure = Figure(figsize=(3.1 * columns, 2.6 * rows), layout="constrained")
+        for panel, row in enumerate(curves, 1):
+            axes = figure.add_subplot(rows, columns, panel)
+            share, low, high, noise = (np.array(row[key], float) for key in ("share", "low", "high", "noise_sd"))
+            axes.plot([0, *ends], [1, *share], color=color, marker="o", ms=3)
+            axes.vlines(ends, low, high, color=color, lw=1, label="95 %")
+            axes.vlines(ends, share - _Z * noise, share + _Z * noise, color=color, lw=5, alpha=0.4, label="noise")
+            axes.set_title(f"{row['site']}: {row['n']} patients, {_format_price(row)}", loc="left", fontsize=9)
+            axes.set(ylim=(0, 1.03), xlim=(0, 1.05 * ends[-1]), xlabel=label, ylabel="without the event")
+        axes.legend(frameon=False)
+        return figures.render_png(figure)
+
+
+def _format_price(row: Mapping[str, Any]) -> str:
+    return ("" if row["epsilon"] is None else f"ε = {row['epsilon']:.2f}, ") + f"counts ±{row['count_noise_sd']:.1f}"
+
+
+def render_survival_lines(document: Mapping[str, Any]) -> Lines:
+    """Yield a row for each curve, and the picture."""
+    headings, rows = ["site", "patients", "ε, noise", *(f"≤ {end:g}" for end in document["ends"])], []
+    for row in document["curves"]:
+        shares = zip(row["share"], row["low"], row["high"], strict=True)
+        cells = ["–" if s is None else f"{s:.2f} ({low:.2f}–{high:.2f})" for s, low, high in shares]
+        rows.append([row["site"], str(row["n"]), _format_price(row), *cells])
+    yield TextTable(f"share without {document['event']}", headings, rows)
+    yield TextLine(f"95 % intervals of chance and noise (–: noise hides how many are at risk); {document['picture']}")

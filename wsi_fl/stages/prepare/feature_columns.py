@@ -1,0 +1,96 @@
+"""Tables of features with labels and patients: `.npz` with x [n, d], y [n] and patient [n], or `.csv`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+from zlib import error as ZlibError
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.slides.layouts.common import TableRow, read_rows, suggest_decimal_point
+from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
+from wsi_fl.system.files import refuse_unavailable, require_regular_file
+from wsi_fl.types import UsageError, single_line
+
+TABLE_SUFFIXES = (".npz", ".csv")
+_NON_FEATURE_COLUMNS = ("label", "patient")
+"""Columns of a table without features."""
+
+FeatureColumns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+"""Features [n, d], labels [n] and patients [n]; "" where unknown."""
+
+
+def read_columns(path: Path, *, needs_labels: bool = True) -> FeatureColumns:
+    """Read a table: `.npz` with x, y and perhaps patient; or `.csv` with label, perhaps patient, and numbers.
+
+    Args:
+        needs_labels: whether a table without labels is refused.
+
+    Raises:
+        UsageError: for another file, or features that are no finite numbers.
+    """
+    read = _read_arrays if path.suffix == ".npz" else _read_csv
+    x, y, patient = read(path, needs_labels)
+    require_columns(path, x, y, patient)
+    return x, y, patient
+
+
+def require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any]) -> None:
+    """Refuse features that are no finite numbers, and labels and patients of another length."""
+    if x.ndim != 2 or x.shape[:1] != y.shape or patient.shape != y.shape:
+        raise UsageError(
+            f"{path}: x is {list(x.shape)}, y {list(y.shape)}, patient {list(patient.shape)}; wanted are [n, d], [n] "
+            "and [n]"
+        )
+    if x.dtype.kind not in "biuf" or not x.size:
+        raise UsageError(f"{path}: x is {x.dtype}{list(x.shape)}, not features that are numbers")
+    if not (finite := np.isfinite(x).all(1)).all():
+        rows = np.flatnonzero(~finite)
+        raise UsageError(
+            f"{path}: features of {len(rows)} rows are not finite numbers, of row {rows[0]} first; leave them out"
+        )
+    for name, values in (("y", y), ("patient", patient)):
+        if values.dtype.kind not in "biufUS":
+            raise UsageError(f"{path}: {name} is {values.dtype}, not numbers or texts")
+
+
+def _read_arrays(path: Path, needs_labels: bool) -> FeatureColumns:
+    try:
+        loaded = np.load(require_regular_file(path), allow_pickle=False)
+        arrays = {name: loaded[name] for name in ("x", "y", "patient") if name in loaded.files}
+    except (AttributeError, EOFError, KeyError, OSError, ValueError, BadZipFile, ZlibError) as error:
+        refuse_unavailable(error, path)
+        objects = "it holds objects of Python; save numbers and texts as arrays"
+        why = objects if "pickle" in str(error) else single_line(error)
+        raise UsageError(f"{path}: not a file of NumPy with x and y ({why})") from None
+    needed = ("x", "y") if needs_labels else ("x",)
+    if missing := [name for name in needed if not isinstance(arrays.get(name), np.ndarray)]:
+        raise UsageError(
+            f"{path}: not a file of NumPy with {' and '.join(needed)} (its {missing[0]} is no array, or missing)"
+        )
+    y = arrays["y"] if needs_labels else np.full(arrays["x"].shape[:1], "")
+    patient = arrays.get("patient", np.full(y.shape, ""))
+    if not isinstance(patient, np.ndarray):
+        raise UsageError(f"{path}: its patient is no array of NumPy")
+    y, patient = (
+        np.char.decode(values, "utf-8", "replace") if values.dtype.kind == "S" else values for values in (y, patient)
+    )
+    return arrays["x"], y, patient
+
+
+def _read_csv(path: Path, needs_labels: bool) -> FeatureColumns:
+    def parse_number(row: TableRow, name: str) -> float:
+        try:
+            return parse_cell_number(row[name])
+        except ValueError:
+            remedy = suggest_decimal_point(row[name]) or "; leave that column out, or the row"
+            raise UsageError(
+                f"{row.where}: {name} is {row[name]!r}, and all columns but label and patient are numbers{remedy}"
+            ) from None
+
+    rows = read_rows(path, ["label"] if needs_labels else [])
+    x = np.array([[parse_number(row, name) for name in row if name not in _NON_FEATURE_COLUMNS] for row in rows])
+    return x, np.array([row.get("label", "") for row in rows]), np.array([row.read_value("patient") for row in rows])
