@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.models.presets import HUB_FILES, PRESETS, Pooling, Preset, Transform, suggest_encoder
+from wsi_fl.models.presets import PRESETS, Pooling, Preset, Transform, suggest_encoder
 from wsi_fl.models.weights import (
     create_timm_model,
     download_weights,
@@ -258,7 +258,7 @@ def _build_from_preset(name: str, weights: Path | None, input_px: int | None) ->
     _require_input_px(preset.transform.px or 0, input_px)
     if preset.build is not None:
         return Network(preset.build(weights), preset.transform, preset.pooling)
-    path = weights or download_weights(name, preset.hub_id, HUB_FILES)
+    path = weights or download_weights(name, preset.hub_id, preset.hub_files)
     model = build_preset_model(preset)
     load_weights(model, read_weights(path), str(path), assign=True)
     return Network(model, preset.transform, preset.pooling)

@@ -67,6 +67,7 @@ class Preset:
         n_features: d.
         n_parameters: of the model as built here.
         hub_id: of its weights on the Hugging Face hub; "" without.
+        hub_files: possible names of its file of weights there, in order of preference.
         mpp: µm per pixel of its training patches; empty where not published.
         pooling: from tokens to features. A vision transformer has a class token; a convolutional network has its own
             pooling.
@@ -87,6 +88,7 @@ class Preset:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     swiglu: bool = False
     build: Callable[[Path | None], nn.Module] | None = None
+    hub_files: tuple[str, ...] = HUB_FILES
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -106,8 +108,9 @@ class Preset:
 _IMAGENET = Transform((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224, "bilinear")
 _IMAGENET_BICUBIC = replace(_IMAGENET, interpolation="bicubic")
 _HALF = Transform((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 224, "bilinear")
-_BIOPTIMUS = Transform((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517), 224, "bilinear")
-_LUNIT = Transform((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574, 0.20723464), 224, "bicubic")
+_GIGAPATH = replace(_IMAGENET_BICUBIC, resize_px=256)
+_BIOPTIMUS = Transform((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517), 224, "bicubic")
+_LUNIT = Transform((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574, 0.20723464), 224, "bicubic", 248)
 _HIBOU = Transform((0.7068, 0.5755, 0.722), (0.195, 0.2316, 0.1816), 224, "bicubic")
 
 _APACHE, _NO_DERIVATIVES, _ON_CARD = "Apache 2.0", "CC BY-NC-ND 4.0", "see the model card"
@@ -146,8 +149,28 @@ def _hibou_preset(name: str, n_features: int, n_parameters: int, hub_id: str, ml
     return Preset(name, n_features, n_parameters, _HIBOU, hub_id, _APACHE, (), arguments=arguments, swiglu=True)
 
 
+def _build_mettle(weights: Path | None) -> nn.Module:
+    from wsi_fl.models.mettle import build_mettle
+
+    return build_mettle(_BUILTIN_PRESETS["mettle"], weights)
+
+
 _OWKIN = "Owkin non-commercial"
 _BUILTIN_PRESETS = {
+    "gigapath-flash": Preset(
+        "vit_small_patch16_224",
+        384,
+        21681024,
+        _GIGAPATH,
+        "prov-gigapath/prov-gigapath-flash",
+        _APACHE,
+        arguments={**_SCALED, "mlp_ratio": 2048 / 384},
+        swiglu=True,
+    ),
+    "kaiko-vits8": _kaiko_preset("vit_small_patch8_224", 384, 21670272),
+    "kaiko-vits16": _kaiko_preset("vit_small_patch16_224", 384, 21665664),
+    "lunit-vits8": _lunit_preset("vit_small_patch8_224", 21670272),
+    "lunit-vits16": _lunit_preset("vit_small_patch16_224", 21665664),
     "uni": Preset(
         "vit_large_patch16_224", 1024, 303350784, _IMAGENET, "MahmoodLab/UNI", _NO_DERIVATIVES, arguments=_SCALED
     ),
@@ -169,7 +192,7 @@ _BUILTIN_PRESETS = {
         "vit_base_patch14_reg4_dinov2",
         1536,
         85739520,
-        replace(_BIOPTIMUS, interpolation="bicubic"),
+        _BIOPTIMUS,
         "bioptimus/H0-mini",
         _ON_CARD,
         pooling=_CLASS_AND_MEAN,
@@ -180,7 +203,7 @@ _BUILTIN_PRESETS = {
         "vit_giant_patch14_dinov2",
         1536,
         1134953984,
-        replace(_IMAGENET_BICUBIC, resize_px=256),
+        _GIGAPATH,
         "prov-gigapath/prov-gigapath",
         _ON_CARD,
         arguments={**_SCALED, "patch_size": 16, **_WIDE},
@@ -189,26 +212,79 @@ _BUILTIN_PRESETS = {
     "phikon-v2": Preset(
         "vit_large_patch16_224", 1024, 303350784, _IMAGENET_BICUBIC, "owkin/phikon-v2", _OWKIN, arguments=_SCALED
     ),
-    "kaiko-vits8": _kaiko_preset("vit_small_patch8_224", 384, 21670272),
-    "kaiko-vits16": _kaiko_preset("vit_small_patch16_224", 384, 21665664),
     "kaiko-vitb8": _kaiko_preset("vit_base_patch8_224", 768, 85807872),
     "kaiko-vitb16": _kaiko_preset("vit_base_patch16_224", 768, 85798656),
     "kaiko-vitl14": _kaiko_preset(
         *("vit_large_patch14_reg4_dinov2", 1024, 304370688, "vit_large_patch14_reg4_224"), dynamic_img_size=True
     ),
-    "lunit-vits8": _lunit_preset("vit_small_patch8_224", 21670272),
-    "lunit-vits16": _lunit_preset("vit_small_patch16_224", 21665664),
     "hibou-b": _hibou_preset("vit_base_patch14_reg4_dinov2", 768, 85739520, "histai/hibou-b", 5.33334),
     "hibou-l": _hibou_preset("vit_large_patch14_reg4_dinov2", 1024, 303657216, "histai/hibou-L", 5.34375),
     "midnight-12k": Preset(
         "vit_giant_patch14_dinov2", 3072, 1134769664, _HALF, "kaiko-ai/midnight", "MIT", _ALL_MPP, _CLASS_AND_MEAN, _224
     ),
+    "openmidnight": Preset(
+        "vit_giant_patch14_reg4_dinov2",
+        1536,
+        1134774272,
+        _IMAGENET,
+        "SophontAI/OpenMidnight",
+        _ON_CARD,
+        (),
+        arguments=_SCALED,
+        hub_files=("teacher_checkpoint_load.pt",),
+    ),
+    "gpfm": Preset(
+        "vit_large_patch14_dinov2",
+        1024,
+        303227904,
+        _IMAGENET_BICUBIC,
+        "majiabo/GPFM",
+        "MIT",
+        arguments=_SCALED,
+        hub_files=("GPFM.pth",),
+    ),
+    "mstar": Preset(
+        "vit_large_patch16_224", 1024, 303350784, _IMAGENET_BICUBIC, "Wangyh/mSTAR", _ON_CARD, arguments=_SCALED
+    ),
+    "mettle": Preset(
+        "vit_giant_patch14_reg4_dinov2",
+        3072,
+        1136353296,
+        _BIOPTIMUS,
+        "slideflow-labs/Mettle",
+        _NO_DERIVATIVES,
+        pooling="the model's own pooling",
+        arguments=_SCALED,
+        build=_build_mettle,
+    ),
 }
+
+
+def _resize_preset(name: str, resize_px: int | None) -> Preset:
+    preset = _BUILTIN_PRESETS[name]
+    return replace(preset, transform=replace(preset.transform, resize_px=resize_px))
+
+
+# the same weights with the cropping of other versions of slide2vec
+_BUILTIN_PRESETS |= {
+    f"{name}-uncropped": _resize_preset(name, None)
+    for name in ("gigapath", "gigapath-flash", "lunit-vits8", "lunit-vits16")
+} | {"mstar-cropped": _resize_preset("mstar", 248)}
 
 PRESETS = PluginTable("wsi_fl.encoders", _BUILTIN_PRESETS, Preset)
 """Presets by name; other packages add theirs as entry points of `wsi_fl.encoders`."""
 
-_OTHER_NAMES = {"univ1": "uni", "univ2": "uni2h", "uni2": "uni2h", "midnight": "midnight12k"}
+_OTHER_NAMES = {
+    "univ1": "uni",
+    **dict.fromkeys(("univ2", "uni2"), "uni2h"),
+    **dict.fromkeys(("lunit", "lunitvitsmallpatch8dino"), "lunitvits8"),
+    "lunitvitsmallpatch16dino": "lunitvits16",
+    "midnight": "midnight12k",
+    "phikonv1": "phikon",
+    "provgigapath": "gigapath",
+    "virchowv1": "virchow",
+    "virchowv2": "virchow2",
+}
 """Names in other tools → names here, without punctuation."""
 
 
@@ -223,12 +299,24 @@ def find_preset(name: str) -> str | None:
     return next((preset for preset in PRESETS if _strip_punctuation(preset) == _OTHER_NAMES.get(bare, bare)), None)
 
 
+def find_variants(name: str) -> list[str]:
+    """Return the presets with the weights of a preset, which differ in preprocessing; itself among them.
+
+    Example:
+        >>> find_variants("lunit-vits8"), find_variants("uni")
+        (['lunit-vits8', 'lunit-vits8-uncropped'], ['uni'])
+    """
+    hub_id = PRESETS[name].hub_id
+    return sorted({name, *(other for other, preset in PRESETS.items() if hub_id and preset.hub_id == hub_id)})
+
+
 _UNSUPPORTED = {
     "conch": "has attention pooling of its own",
     **dict.fromkeys(("titan", "prism"), "makes one vector of a whole slide"),
     **dict.fromkeys(("musk", "ctranspath"), "has an architecture of its own"),
     "keep": "has a projection of its own",
-    **dict.fromkeys(("gpfm", "mstar"), "has weights under names of their own"),
+    **dict.fromkeys(("rudolfv2", "genbiopathfm"), "runs code of its authors"),
+    "distillpath": "has a crop that could not be verified",
 }
 """Reasons why encoders are not presets, by the prefix of their names."""
 
@@ -245,7 +333,7 @@ def suggest_encoder(name: str) -> str | None:
     reason = next(
         (text for prefix, text in _UNSUPPORTED.items() if _strip_punctuation(name.lower()).startswith(prefix)), None
     )
-    advice = "extract its features with TRIDENT or STAMP, then `wsi-fl import --format trident`"
+    advice = "extract its features with TRIDENT, slide2vec or STAMP, then `wsi-fl import --format trident`"
     return reason and f"it {reason}, so it is no preset; {advice}"
 
 

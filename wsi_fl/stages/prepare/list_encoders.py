@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TypedDict
 
-from wsi_fl.models.presets import HUB_FILES, PRESETS
+from wsi_fl.models.presets import PRESETS
 from wsi_fl.models.weights import find_cached_weights
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
 from wsi_fl.stages.runtime.rank_job import select_device
@@ -50,7 +50,7 @@ def list_encoders(study: Study | None, pipeline_name: str | None = None) -> _Enc
     memory = _total_memory()
     rows: list[_EncoderRow] = []
     for name, preset in PRESETS.items():
-        cached = find_cached_weights(preset.hub_id, HUB_FILES) if preset.hub_id else None
+        cached = find_cached_weights(preset.hub_id, preset.hub_files) if preset.hub_id else None
         weights = weight_files.get(name) or cached
         rows.append(
             {
