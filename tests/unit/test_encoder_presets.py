@@ -1,7 +1,6 @@
 """Encoder presets: names and shapes of weights, normalization of pixels, and refusal of unsafe files."""
 
 import pickle
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from wsi_fl.models.encoder import Encoder, build_preset_model
-from wsi_fl.models.mettle import _Mettle, build_mettle
 from wsi_fl.models.presets import PRESETS, find_variants
 from wsi_fl.models.weights import _convert_names, load_weights
 from wsi_fl.types import WsiFlError
@@ -200,33 +198,6 @@ def test_the_own_names_of_dinov2_with_registers_compute_the_same_as_those_of_tra
         torch.testing.assert_close(models[1].forward_features(pixels), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_mettles_head_refines_the_class_token_and_leaves_the_mean_of_patches(tmp_path):
-    small = {"embed_dim": 24, "depth": 1, "num_heads": 2, "img_size": 28}
-    preset = replace(PRESETS["mettle"], n_features=48, arguments=PRESETS["mettle"].arguments | small)
-    plain = timm.create_model(preset.architecture, num_classes=0, **preset.arguments).eval()
-    shapes = {"P": (16, 24, 8), "Q": (16, 24, 8), "mix.0.weight": (256, 24), "mix.0.bias": (256,)}
-    shapes |= {"mix.2.weight": (16, 256), "mix.2.bias": (16,), "shift.0.weight": (256, 24), "shift.0.bias": (256,)}
-    shapes |= {"shift.2.weight": (24, 256), "shift.2.bias": (24,)}
-    generator = torch.Generator().manual_seed(1)
-    head = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
-    plain.load_state_dict(randomly(plain))
-    state = {f"backbone.{name}": tensor for name, tensor in plain.state_dict().items()}
-    save_file(state | {f"head.{name}": tensor for name, tensor in head.items()}, tmp_path / "w.safetensors")
-    images = torch.randn(2, 3, 28, 28, generator=generator)
-    with torch.inference_mode():
-        features = build_mettle(preset, tmp_path / "w.safetensors").eval()(images)
-        tokens = plain.forward_features(images)
-    for token, patches, row in zip(tokens[:, 0], tokens[:, 5:], features, strict=True):
-
-        def network(name, token=token):
-            hidden = functional.gelu(head[f"{name}.0.weight"] @ token + head[f"{name}.0.bias"])
-            return head[f"{name}.2.weight"] @ hidden + head[f"{name}.2.bias"]
-
-        atoms = torch.stack([q @ (p.T @ token) for p, q in zip(head["P"], head["Q"], strict=True)])
-        expected = token + network("mix") @ atoms + network("shift")
-        torch.testing.assert_close(row, torch.cat([expected, patches.mean(0)]), atol=1e-4, rtol=1e-4)
-
-
 IMAGENET, HALF = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,) * 3, (0.5,) * 3)
 BIOPTIMUS = ((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517))
 LUNIT = ((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574, 0.20723464))
@@ -256,7 +227,6 @@ PUBLISHED = {  # colours, short side after resizing, crop, interpolation, d, mil
     "openmidnight": (IMAGENET, 224, 224, "bilinear", 1536, 1134.8),
     "gpfm": (IMAGENET, 224, 224, "bicubic", 1024, 303.2),
     "mstar": (IMAGENET, 224, 224, "bicubic", 1024, 303.4),
-    "mettle": (BIOPTIMUS, 224, 224, "bicubic", 3072, 1136.4),
 }
 
 
@@ -277,8 +247,7 @@ def test_every_preset_has_its_published_configuration():
 @pytest.mark.parametrize("name", ["gigapath-flash", *nightly(*sorted(set(PUBLISHED) - {"gigapath-flash"}))])
 def test_the_architecture_of_a_preset_has_its_number_of_parameters(name):
     preset = PRESETS[name]
-    model = _Mettle(build_preset_model(preset)) if name == "mettle" else build_preset_model(preset)
-    assert sum(parameter.numel() for parameter in model.parameters()) == preset.n_parameters
+    assert sum(parameter.numel() for parameter in build_preset_model(preset).parameters()) == preset.n_parameters
 
 
 def test_a_wrong_key_or_shape_is_named_with_shapes():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,6 +53,17 @@ class Transform:
         else:
             size = f"{self.interpolation} to {self.resize_px} px, the middle {self.px} px"
         return f"mean {_format_rgb(self.mean)}", f"sd {_format_rgb(self.sd)}", size
+
+    def resize_shape(self, size_px: int | None) -> tuple[int | None, int | None, str]:
+        """Return the side after resizing and after cropping, and how patches of a size are resized, "" where not."""
+        resized_px = self.resize_px or self.px or size_px
+        return resized_px, self.px or size_px, "" if resized_px == size_px else self.interpolation
+
+    def makes_same_images(self, other: Transform, size_px: int | None) -> bool:
+        """Return whether another transform makes the same images of patches of a size."""
+        colours = ((*self.mean, *self.sd), (*other.mean, *other.sd))
+        is_same = all(isclose(a, b, abs_tol=1e-4) for a, b in zip(*colours, strict=True))
+        return is_same and self.resize_shape(size_px) == other.resize_shape(size_px)
 
 
 def _format_rgb(values: _Rgb) -> str:
@@ -149,12 +161,6 @@ def _hibou_preset(name: str, n_features: int, n_parameters: int, hub_id: str, ml
     return Preset(name, n_features, n_parameters, _HIBOU, hub_id, _APACHE, (), arguments=arguments, swiglu=True)
 
 
-def _build_mettle(weights: Path | None) -> nn.Module:
-    from wsi_fl.models.mettle import build_mettle
-
-    return build_mettle(_BUILTIN_PRESETS["mettle"], weights)
-
-
 _OWKIN = "Owkin non-commercial"
 _BUILTIN_PRESETS = {
     "gigapath-flash": Preset(
@@ -246,17 +252,6 @@ _BUILTIN_PRESETS = {
     "mstar": Preset(
         "vit_large_patch16_224", 1024, 303350784, _IMAGENET_BICUBIC, "Wangyh/mSTAR", _ON_CARD, arguments=_SCALED
     ),
-    "mettle": Preset(
-        "vit_giant_patch14_reg4_dinov2",
-        3072,
-        1136353296,
-        _BIOPTIMUS,
-        "slideflow-labs/Mettle",
-        _NO_DERIVATIVES,
-        pooling="the model's own pooling",
-        arguments=_SCALED,
-        build=_build_mettle,
-    ),
 }
 
 
@@ -308,6 +303,52 @@ def find_variants(name: str) -> list[str]:
     """
     hub_id = PRESETS[name].hub_id
     return sorted({name, *(other for other, preset in PRESETS.items() if hub_id and preset.hub_id == hub_id)})
+
+
+def match_variants(
+    name: str, size_px: int | None, input_px: int | None, transform: Mapping[str, Any] | None
+) -> list[str]:
+    """Return the presets with the weights of a preset that make the same images of patches, the published one first.
+
+    Args:
+        size_px: side of the patches.
+        input_px: side of the images that the network saw, where stated.
+        transform: how they were made, as slide2vec states it: normalize (mean, std), resize (size, interpolation) and
+            center_crop (size); without it no whole patch was resized, where presets differ in that.
+
+    Example:
+        >>> match_variants("gigapath", 256, 224, None), match_variants("lunit-vits8", 224, 224, None)
+        (['gigapath'], ['lunit-vits8', 'lunit-vits8-uncropped'])
+    """
+    names = [name, *(other for other in find_variants(name) if other != name)]
+    if transform is None:
+        names = [other for other in names if input_px in {None, PRESETS[other].transform.px}]
+        shapes = {other: PRESETS[other].transform.resize_shape(size_px) for other in names}
+        is_alone = len(names) == 1
+        return [other for other, (side, px, _) in shapes.items() if is_alone or side != px or side == size_px]
+    stated = _read_transform(transform, size_px)
+    return (
+        []
+        if stated is None
+        else [other for other in names if PRESETS[other].transform.makes_same_images(stated, size_px)]
+    )
+
+
+def _read_transform(stated: Mapping[str, Any], size_px: int | None) -> Transform | None:
+    """Return a transform as slide2vec states it; None for what is none."""
+    try:
+        mean, sd = (_read_rgb(stated["normalize"][key]) for key in ("mean", "std"))
+        resize, crop = stated.get("resize"), stated.get("center_crop")
+        resize_px = int(resize["size"][0]) if resize else size_px
+        px = int(crop["size"][0]) if crop else resize_px
+        return Transform(mean, sd, px, str(resize["interpolation"]) if resize else "", resize_px)
+    except (KeyError, TypeError, ValueError, IndexError):
+        return None
+
+
+def _read_rgb(values: Any) -> _Rgb:
+    red, green, blue = map(float, values)
+    return red, green, blue
 
 
 _UNSUPPORTED = {

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from wsi_fl.models.presets import PRESETS, find_preset
+from wsi_fl.models.presets import PRESETS, find_preset, match_variants
 from wsi_fl.slides.patching.scan_copies import describe_copies, drop_leaks, list_scans
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import slide_lists
@@ -23,7 +23,8 @@ from wsi_fl.stages.prepare.label_tables import match_table
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.site.site_data import open_bags
 from wsi_fl.stores.bag_store import Bag, BagMeta, hash_features, write_bags
-from wsi_fl.stores.foreign_formats import LAYOUTS, FeatureLayout, FileFacts
+from wsi_fl.stores.foreign_formats import LAYOUTS
+from wsi_fl.stores.foreign_slides import FeatureLayout, FileFacts
 from wsi_fl.stores.foreign_writers import write_clam, write_labels
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -91,7 +92,10 @@ def import_features(
         WsiFlError: when no slide is left.
     """
     start, progress = time.perf_counter(), watcher or SilentProgress()
+    facts = facts or ImportFacts()
     layout, files = _find_files(form, source)
+    if layout.takes_encoder:
+        layout = replace(layout, read=partial(layout.read, encoder=facts.encoder))
     scope: slide_lists.Scope = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
     pipeline, (site_file,) = slide_lists.select_sites(study, **scope)
     diagnoses = slide_lists.store_classes(site_file, pipeline.subtypes) if pipeline.subtypes else ()
@@ -109,7 +113,7 @@ def import_features(
         failed = [*table_rows.excluded, *unfit, *unreadable, *leaks]
         if not slides:
             raise WsiFlError(f"site {site}: no slide could be imported; {slide_lists.first_failure(failed)}")
-        meta = _merge_metadata(site_file, pipeline, slides, facts or ImportFacts())
+        meta = _merge_metadata(site_file, pipeline, slides, facts)
         slides = [_rescale_slide(slide, meta.spec) for slide in slides]
         table = slide_lists.build_bag_table([slide.record for slide in slides], pipeline.subtypes, site_file)
         bags, sizes = _reread_bags(slides, layout, progress, len(records)), [slide.n_patches for slide in slides]
@@ -240,7 +244,7 @@ def _require_facts(slides: Sequence[_ImportedSlide], facts: ImportFacts) -> None
 def _resolve_encoder(slides: Sequence[_ImportedSlide], facts: ImportFacts) -> str:
     """Return the encoder's label: a preset's name where widths agree, and the name in the files."""
     width = int(_require_equal(slides, "features of width", lambda slide: slide.n_features))
-    encoder = _require_equal(slides, "encoder", lambda slide: _resolve_preset(slide.facts.encoder, width))
+    encoder = _require_equal(slides, "encoder", lambda slide: _resolve_file_encoder(slide, facts))
     if facts.new_name is None:
         name = str(_resolve_value(encoder, _resolve_preset(facts.encoder, width), slides, "--encoder"))
     else:
@@ -253,6 +257,27 @@ def _resolve_encoder(slides: Sequence[_ImportedSlide], facts: ImportFacts) -> st
     original_name = next((slide.facts.encoder for slide in slides if slide.facts.encoder), name)
     origin = ["so called on import"] if facts.new_name else []
     return name if original_name == name else encoder_label(name, [f"written as {original_name}", *origin])
+
+
+def _resolve_file_encoder(slide: _ImportedSlide, options: ImportFacts) -> str | None:
+    """Return the encoder of a file: the preset with the preprocessing that the file states, else a name that tells it.
+
+    Raises:
+        UsageError: when several presets fit, of the same weights, and no option names one.
+    """
+    facts = slide.facts
+    name = _resolve_preset(facts.encoder, slide.n_features)
+    if name is None or name not in PRESETS or not (facts.input_px or facts.transform):
+        return name
+    variants = match_variants(name, facts.size_px, facts.input_px, facts.transform)
+    if not variants:
+        return f"{name} with other preprocessing{f', at {facts.input_px} px' if facts.input_px else ''}"
+    if len(variants) > 1 and options.new_name is None:
+        raise UsageError(
+            f"{slide.path.name} does not say whether its patches were cropped, and versions of its tool differ; add "
+            f"--encoder-name {' or '.join(variants)}"
+        )
+    return variants[0]
 
 
 def _resolve_preset(name: str | None, width: int) -> str | None:
