@@ -132,8 +132,20 @@ def verify_stores(
         raise typer.Exit(1)
 
 
-def show_encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
+def show_encoders(
+    golden: Annotated[
+        Path | None, Option(metavar="PNG", help="Write the picture of the golden patches there, for other tools.")
+    ] = None,
+    pipeline: Pipeline = None,
+    as_json: Json = False,
+) -> None:
     """List the published encoders with their properties and local weights."""
+    if golden is not None:
+        from wsi_fl.models.golden import write_picture
+
+        write_picture(golden)
+        print(golden)
+        return
     try:
         study = find_study()
     except UsageError:

@@ -15,12 +15,14 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from wsi_fl.models.golden import GOLDEN_MPP, GOLDEN_SLIDE, GoldenVectors, select_golden
 from wsi_fl.models.presets import PRESETS, find_preset, match_variants
 from wsi_fl.slides.patching.scan_copies import describe_copies, drop_leaks, list_scans
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import slide_lists
 from wsi_fl.stages.prepare.label_tables import match_table
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
+from wsi_fl.stages.site.encoders import require_golden_vectors
 from wsi_fl.stages.site.site_data import open_bags
 from wsi_fl.stores.bag_store import Bag, BagMeta, hash_features, write_bags
 from wsi_fl.stores.foreign_formats import LAYOUTS
@@ -96,6 +98,7 @@ def import_features(
     layout, files = _find_files(form, source)
     if layout.takes_encoder:
         layout = replace(layout, read=partial(layout.read, encoder=facts.encoder))
+    golden_file = files.pop(GOLDEN_SLIDE, None)
     scope: slide_lists.Scope = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
     pipeline, (site_file,) = slide_lists.select_sites(study, **scope)
     diagnoses = slide_lists.store_classes(site_file, pipeline.subtypes) if pipeline.subtypes else ()
@@ -114,6 +117,10 @@ def import_features(
         if not slides:
             raise WsiFlError(f"site {site}: no slide could be imported; {slide_lists.first_failure(failed)}")
         meta = _merge_metadata(site_file, pipeline, slides, facts)
+        if golden_file is not None:
+            meta = replace(meta, golden=_read_golden(golden_file, layout, meta))
+            is_compared = require_golden_vectors(study, pipeline, meta, golden_file)
+            progress.print_message(f"  {site}: {_GOLDEN_NOTES[bool(meta.golden) + is_compared]}")
         slides = [_rescale_slide(slide, meta.spec) for slide in slides]
         table = slide_lists.build_bag_table([slide.record for slide in slides], pipeline.subtypes, site_file)
         bags, sizes = _reread_bags(slides, layout, progress, len(records)), [slide.n_patches for slide in slides]
@@ -132,6 +139,21 @@ def import_features(
     )
     row["seconds"] = time.perf_counter() - start
     return {"sites": [row], "next": slide_lists.next_commands(study, **scope)}
+
+
+_GOLDEN_NOTES = (
+    "its golden patches are not those of the picture (0.5 µm/px, cut from its corner): features are compared by name",
+    "its golden patches will be compared with those of other sites",
+    "its golden patches have the features of this encoder here, and will be compared with those of other sites",
+)
+
+
+def _read_golden(path: Path, layout: FeatureLayout, meta: BagMeta) -> GoldenVectors:
+    """Return the vectors of the golden patches from the file of their picture; () at another resolution."""
+    bag = layout.read(path).build_bag(GOLDEN_MPP)
+    if not isclose(meta.spec.mpp, GOLDEN_MPP, rel_tol=0.01):
+        return ()
+    return select_golden(bag.features, bag.xy_l0, replace(meta.spec, mpp=GOLDEN_MPP))
 
 
 def _find_files(form: str, source: Path) -> tuple[FeatureLayout, dict[str, Path]]:
