@@ -6,16 +6,21 @@ import re
 import sys
 import tomllib
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
+import torch
 from conftest import make_study, refused
+from safetensors.torch import save_file
+from torch.nn import functional
 
 from wsi_fl import plugins
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.hospitals.plans.installed_code import code_digest, package_versions
-from wsi_fl.models.encoder import Encoder
+from wsi_fl.models.encoder import Encoder, build_preset_model
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
@@ -87,6 +92,42 @@ def test_the_encoder_of_a_plugin_embeds_patches_and_its_reader_reads_a_slide(ins
     assert encoder.label.startswith("means at 16 px sha256:") and encoder.label.endswith("neighbourly 1.2")
     np.testing.assert_allclose(encoder(patch[None]), np.full((1, 12), 90 / 255), rtol=1e-6)
     assert list(PRESETS)[-1] == "means"
+
+
+METTLE = Path(__file__).parents[2] / "docs" / "examples" / "wsi-fl-mettle"
+HEAD = {"P": (16, 24, 8), "Q": (16, 24, 8), "mix.0.weight": (256, 24), "mix.0.bias": (256,), "mix.2.bias": (16,)}
+HEAD |= {"mix.2.weight": (16, 256), "shift.0.weight": (256, 24), "shift.0.bias": (256,), "shift.2.bias": (24,)}
+HEAD |= {"shift.2.weight": (24, 256)}
+
+
+def test_the_example_package_adds_mettle_whose_head_refines_the_class_token(install_packages, tmp_path, monkeypatch):
+    project = tomllib.loads((METTLE / "pyproject.toml").read_text())["project"]
+    text = (METTLE / "wsi_fl_mettle.py").read_text("utf-8")
+    install_packages(name="wsi_fl_mettle", groups=project["entry-points"], text=text)
+    mettle, module = PRESETS["mettle"], sys.modules["wsi_fl_mettle"]
+    with torch.device("meta"):
+        whole = module._Mettle(build_preset_model(mettle))
+    assert sum(parameter.numel() for parameter in whole.parameters()) == mettle.n_parameters
+    arguments = {**mettle.arguments, "embed_dim": 24, "depth": 1, "num_heads": 2, "img_size": 28}
+    monkeypatch.setattr(module, "mettle", replace(mettle, arguments=arguments))
+    generator = torch.Generator().manual_seed(1)
+    plain = timm.create_model(mettle.architecture, num_classes=0, **arguments).eval()
+    head = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in HEAD.items()}
+    state = {f"backbone.{name}": tensor for name, tensor in plain.state_dict().items()}
+    save_file(state | {f"head.{name}": tensor for name, tensor in head.items()}, tmp_path / "w.safetensors")
+    images = torch.randn(2, 3, 28, 28, generator=generator)
+    with torch.inference_mode():
+        features = mettle.build(tmp_path / "w.safetensors").eval()(images)
+        tokens = plain.forward_features(images)
+    for token, patches, row in zip(tokens[:, 0], tokens[:, 5:], features, strict=True):
+
+        def network(name, token=token):
+            hidden = functional.gelu(head[f"{name}.0.weight"] @ token + head[f"{name}.0.bias"])
+            return head[f"{name}.2.weight"] @ hidden + head[f"{name}.2.bias"]
+
+        atoms = torch.stack([q @ (p.T @ token) for p, q in zip(head["P"], head["Q"], strict=True)])
+        expected = token + network("mix") @ atoms + network("shift")
+        torch.testing.assert_close(row, torch.cat([expected, patches.mean(0)]), atol=1e-4, rtol=1e-4)
 
 
 def test_a_plan_names_the_version_of_a_plugin(install_packages):

@@ -17,6 +17,7 @@ from wsi_fl.demo import simulated_slides
 from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.models import IMAGE_BUILDERS, VECTOR_BUILDERS, create_model
 from wsi_fl.models.encoder import build_preset_model
+from wsi_fl.models.golden import cut_patches, golden_distance, project_features
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.oneshot.build_projection import ExpectedStatistics, build_projection, render_projection_lines
 from wsi_fl.oneshot.projection import read_projection
@@ -132,6 +133,16 @@ def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_we
         mixed = np.array([5, 0, 40, 5])
         assert np.array_equal(store.read(mixed), store.read(rows)[mixed])
         assert "test_efficientnet sha256:" in store.meta.encoder
+
+
+def test_a_store_of_features_has_the_vectors_of_the_golden_patches(made, tiny_weights):
+    pipeline = made.load_pipeline("small", HEADS)
+    with BagStore(made.features_path("S0")) as store, open_data(made, "S0", pipeline) as data:
+        patches = cut_patches(store.meta.spec)
+        features = plain_features("test_efficientnet", tiny_weights, patches)
+        assert len(patches) == 32 and golden_distance(store.meta.golden, project_features(features)) < 1e-3
+        assert data.describe_inputs()["golden"] == list(store.meta.golden)
+        assert "golden" not in data.describe_store()
 
 
 def test_a_second_run_writes_nothing_and_changes_are_noticed(study, settings, tmp_path, capsys):

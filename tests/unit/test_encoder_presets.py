@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from wsi_fl.models.encoder import Encoder, build_preset_model
-from wsi_fl.models.presets import PRESETS
+from wsi_fl.models.presets import PRESETS, find_variants
 from wsi_fl.models.weights import _convert_names, load_weights
 from wsi_fl.types import WsiFlError
 
@@ -118,9 +118,11 @@ def test_weights_of_a_preset_give_the_features_of_the_plain_model(name, tmp_path
     path = tmp_path / "weights.safetensors"
     save_file(plain.state_dict(), path)
     encoder = Encoder(name, path)
-    patches = np.random.default_rng(0).integers(0, 256, (2, 224, 224, 3)).astype(np.uint8)
+    side = preset.transform.resize_px or 224
+    patches = np.random.default_rng(0).integers(0, 256, (2, side, side, 3)).astype(np.uint8)
     colours = torch.tensor([preset.transform.mean, preset.transform.sd]).view(2, 1, 3, 1, 1)
-    images = torch.from_numpy(patches).permute(0, 3, 1, 2) / 255
+    edge = (side - 224) // 2
+    images = torch.from_numpy(patches).permute(0, 3, 1, 2)[..., edge : edge + 224, edge : edge + 224] / 255
     with torch.inference_mode():
         tokens = plain.forward_features((images - colours[0]) / colours[1])
     expected = tokens[:, 0]
@@ -172,6 +174,80 @@ def test_renamed_weights_compute_what_transformers_computes():
     with torch.inference_mode():
         expected = dinov2_by_hand(state, pixels, heads=2)
         torch.testing.assert_close(model.forward_features(pixels), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_own_names_of_dinov2_with_registers_compute_the_same_as_those_of_transformers():
+    generator = torch.Generator().manual_seed(0)
+    shapes = in_transformers(1, 24, 16, 3, 14, "registers")
+    state = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    how = {"embed_dim": 24, "depth": 1, "num_heads": 2, "mlp_ratio": 32 / 24, "img_size": 42, "num_classes": 0}
+    how |= {"mlp_layer": timm.layers.SwiGLUPacked, "act_layer": torch.nn.SiLU}
+    models = [timm.create_model("vit_base_patch14_reg4_dinov2", **how).eval() for _ in range(2)]
+    load_weights(models[0], state, "transformers")
+    own = {"register_tokens": state["embeddings.register_tokens"], "mask_token": torch.zeros(1, 24)}
+    own["pos_embed"] = state["embeddings.position_embeddings"]
+    own["cls_token"] = state["embeddings.cls_token"]
+    known = {**own, "reg_token": None}
+    for name, tensor in models[0].state_dict().items():
+        if name not in known:
+            own[name.replace("fc1", "w12").replace("fc2", "w3")] = tensor
+    load_weights(models[1], own, "dinov2")
+    pixels = torch.randn(1, 3, 42, 42, generator=generator)
+    with torch.inference_mode():
+        expected = dinov2_by_hand(state, pixels, heads=2)
+        torch.testing.assert_close(models[1].forward_features(pixels), expected, atol=1e-5, rtol=1e-4)
+
+
+IMAGENET, HALF = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,) * 3, (0.5,) * 3)
+BIOPTIMUS = ((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517))
+LUNIT = ((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574, 0.20723464))
+HIBOU = ((0.7068, 0.5755, 0.722), (0.195, 0.2316, 0.1816))
+PUBLISHED = {  # colours, short side after resizing, crop, interpolation, d, millions of parameters
+    "gigapath-flash": (IMAGENET, 256, 224, "bicubic", 384, 21.7),
+    "kaiko-vits8": (HALF, 224, 224, "bilinear", 384, 21.7),
+    "kaiko-vits16": (HALF, 224, 224, "bilinear", 384, 21.7),
+    "lunit-vits8": (LUNIT, 248, 224, "bicubic", 384, 21.7),
+    "lunit-vits16": (LUNIT, 248, 224, "bicubic", 384, 21.7),
+    "uni": (IMAGENET, 224, 224, "bilinear", 1024, 303.4),
+    "uni2-h": (IMAGENET, 224, 224, "bilinear", 1536, 681.4),
+    "virchow": (IMAGENET, 224, 224, "bicubic", 2560, 631.2),
+    "virchow2": (IMAGENET, 224, 224, "bicubic", 2560, 631.2),
+    "h-optimus-0": (BIOPTIMUS, 224, 224, "bicubic", 1536, 1134.8),
+    "h-optimus-1": (BIOPTIMUS, 224, 224, "bicubic", 1536, 1134.8),
+    "h0-mini": (BIOPTIMUS, 224, 224, "bicubic", 1536, 85.7),
+    "gigapath": (IMAGENET, 256, 224, "bicubic", 1536, 1135.0),
+    "phikon": (IMAGENET, 224, 224, "bilinear", 768, 85.8),
+    "phikon-v2": (IMAGENET, 224, 224, "bicubic", 1024, 303.4),
+    "kaiko-vitb8": (HALF, 224, 224, "bilinear", 768, 85.8),
+    "kaiko-vitb16": (HALF, 224, 224, "bilinear", 768, 85.8),
+    "kaiko-vitl14": (HALF, 224, 224, "bilinear", 1024, 304.4),
+    "hibou-b": (HIBOU, 224, 224, "bicubic", 768, 85.7),
+    "hibou-l": (HIBOU, 224, 224, "bicubic", 1024, 303.7),
+    "midnight-12k": (HALF, 224, 224, "bilinear", 3072, 1134.8),
+    "openmidnight": (IMAGENET, 224, 224, "bilinear", 1536, 1134.8),
+    "gpfm": (IMAGENET, 224, 224, "bicubic", 1024, 303.2),
+    "mstar": (IMAGENET, 224, 224, "bicubic", 1024, 303.4),
+}
+
+
+def test_every_preset_has_its_published_configuration():
+    variants = {name for name in PRESETS if name.endswith(("-uncropped", "-cropped"))}
+    assert set(PRESETS.builtin) - variants == set(PUBLISHED)
+    for name, (colours, side, crop, interpolation, d, millions) in PUBLISHED.items():
+        preset, made = PRESETS[name], PRESETS[name].transform
+        assert (made.mean, made.sd) == colours
+        assert (made.resize_px or made.px, made.px, made.interpolation) == (side, crop, interpolation)
+        assert (preset.n_features, round(preset.n_parameters / 1e6, 1)) == (d, millions)
+    for name in variants:
+        base = name.removesuffix("-uncropped").removesuffix("-cropped")
+        assert find_variants(name) == find_variants(base) == sorted([base, name])
+        assert PRESETS[name].transform.resize_px != PRESETS[base].transform.resize_px
+
+
+@pytest.mark.parametrize("name", ["gigapath-flash", *nightly(*sorted(set(PUBLISHED) - {"gigapath-flash"}))])
+def test_the_architecture_of_a_preset_has_its_number_of_parameters(name):
+    preset = PRESETS[name]
+    assert sum(parameter.numel() for parameter in build_preset_model(preset).parameters()) == preset.n_parameters
 
 
 def test_a_wrong_key_or_shape_is_named_with_shapes():

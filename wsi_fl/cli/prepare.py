@@ -149,8 +149,20 @@ def verify_stores(
         raise typer.Exit(1)
 
 
-def show_encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
+def show_encoders(
+    golden: Annotated[
+        Path | None, Option(metavar="PNG", help="Write the picture of the golden patches there, for other tools.")
+    ] = None,
+    pipeline: Pipeline = None,
+    as_json: Json = False,
+) -> None:
     """List the published encoders with their properties and local weights."""
+    if golden is not None:
+        from wsi_fl.models.golden import write_picture
+
+        write_picture(golden)
+        print(golden)
+        return
     try:
         study = find_study()
     except UsageError:
@@ -168,7 +180,9 @@ def import_features(
     labels: Annotated[
         Path, Option(metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split.")
     ],
-    form: Annotated[str, Option("--format", help="trident, clam, stamp or anndata.")],
+    form: Annotated[
+        str, Option("--format", help="trident, clam, stamp, anndata, atlaspatch, slide2vec, slideflow or eva.")
+    ],
     encoder: Annotated[str | None, Option(help="Encoder of the features, where the files lack it.")] = None,
     patch_px: Annotated[int | None, Option(min=1, help="Side of a patch in pixels, where the files lack it.")] = None,
     mpp: Annotated[float | None, Option(min=1e-3, help="µm per pixel of the patches, where the files lack it.")] = None,
@@ -180,7 +194,7 @@ def import_features(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Import features of TRIDENT, CLAM, STAMP or LazySlide as a site's feature store."""
+    """Import features of TRIDENT, CLAM, STAMP, slide2vec and others as a site's feature store."""
     study = find_study()
     from wsi_fl.stages.prepare.import_export import ImportFacts, import_features
     from wsi_fl.stages.prepare.slide_lists import render_mosaic_lines

@@ -6,12 +6,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import isnan
 from typing import Annotated, Any
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count, PrintableText, SiteName
+from wsi_fl.models.golden import MAX_DISTANCE, golden_distance
 from wsi_fl.types import NoCommonPlan, encoder_differences
 
 _Scalar = PrintableText | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
@@ -25,6 +27,7 @@ class ModelInputs(TypedDict, total=False):
 
     n_features: Count
     encoder: PrintableText
+    golden: Annotated[list[float | None], Field(max_length=1000)]  # the encoder's vectors of the golden patches
     tumor_types: Annotated[dict[PrintableText, _Classes], Field(max_length=1000)]
     channels: Count
     input_px: Count
@@ -82,6 +85,7 @@ _MUST_AGREE = {
     "run": "the run's identity",
 }
 _FIELD_OF_VIEW = "the field of view of its patches (train.any_patch_size allows it)"
+_SAME = "the same"
 _MAX_MESSAGE_CHARS, _MAX_SITES_LISTED = 480, 3
 
 
@@ -114,7 +118,10 @@ def _list_values(documents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, 
         if not (has_features and key in {"encoder", "size_px", "mpp"}):
             yield label, [document.get(key) for document in documents]
     if has_features:
-        yield _MUST_AGREE["encoder"], encoder_differences(encoders)
+        differences, is_complete = _compare_vectors(documents)
+        yield "those of the golden patches (other weights or preprocessing)", differences
+        if set(differences) != {_SAME} or not is_complete:
+            yield _MUST_AGREE["encoder"], encoder_differences(encoders)
         if not all(values.get("train.any_patch_size") for values in settings):
             yield (
                 _FIELD_OF_VIEW,
@@ -127,6 +134,34 @@ def _list_values(documents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, 
             )
     for key in sorted({key for values in settings for key in values}):
         yield key, [values.get(key) for values in settings]
+
+
+def _compare_vectors(documents: Sequence[Mapping[str, Any]]) -> tuple[list[str], bool]:
+    """Return how far each site's vectors of the golden patches are from most sites', in words.
+
+    And whether all could be compared, which needs the same patch size: then names of encoders do not matter.
+    """
+    differences = [_SAME] * len(documents)
+    by_spec: dict[Any, list[int]] = {}
+    for site, document in enumerate(documents):
+        spec = (document.get("size_px"), f"{document.get('mpp'):.3g}") if document.get("golden") else None
+        by_spec.setdefault(spec, []).append(site)
+    is_complete = len(by_spec) == 1 and None not in by_spec
+    by_spec.pop(None, None)
+    for sites in by_spec.values():
+        vectors = {site: documents[site]["golden"] for site in sites}
+        groups: list[list[int]] = []
+        for site in sites:
+            like = (group for group in groups if not golden_distance(vectors[site], vectors[group[0]]) > MAX_DISTANCE)
+            group = next(like, [])
+            group.append(site)
+            groups += [group] if len(group) == 1 else []
+        usual = max(groups, key=len)[0]
+        for site in sites:
+            distance = golden_distance(vectors[site], vectors[usual])
+            is_complete = is_complete and not isnan(distance)
+            differences[site] = f"features {distance:.0%} apart" if distance > MAX_DISTANCE else _SAME
+    return differences, is_complete
 
 
 def _find_odd(label: str, values: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.models.presets import HUB_FILES, PRESETS, Pooling, Preset, Transform, suggest_encoder
+from wsi_fl.models.golden import GoldenVectors, cut_patches, project_features
+from wsi_fl.models.presets import PRESETS, Pooling, Preset, Transform, suggest_encoder
 from wsi_fl.models.weights import (
     create_timm_model,
     download_weights,
@@ -26,7 +27,7 @@ from wsi_fl.models.weights import (
     weights_digest,
 )
 from wsi_fl.system.prefetch import prefetch_items
-from wsi_fl.types import UsageError, WsiFlError, encoder_label
+from wsi_fl.types import GridSpec, UsageError, WsiFlError, encoder_label
 
 _T = TypeVar("_T")
 _Patches = NDArray[np.uint8]
@@ -258,7 +259,7 @@ def _build_from_preset(name: str, weights: Path | None, input_px: int | None) ->
     _require_input_px(preset.transform.px or 0, input_px)
     if preset.build is not None:
         return Network(preset.build(weights), preset.transform, preset.pooling)
-    path = weights or download_weights(name, preset.hub_id, HUB_FILES)
+    path = weights or download_weights(name, preset.hub_id, preset.hub_files)
     model = build_preset_model(preset)
     load_weights(model, read_weights(path), str(path), assign=True)
     return Network(model, preset.transform, preset.pooling)
@@ -381,6 +382,12 @@ def encode_batches(batches: Iterable[_Patches], encoder: Encoder) -> _Features:
     if result.error is not None:
         raise result.error
     return result.features
+
+
+def encode_golden(encoder: Encoder, spec: GridSpec) -> GoldenVectors:
+    """Return the vectors of the golden patches, cut as those of a store."""
+    patches = cut_patches(spec)
+    return project_features(encode_batches([patches], encoder)) if len(patches) else ()
 
 
 def _regroup_batches(batches: Iterable[_Patches], encoder: Encoder) -> Iterator[_Patches]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,6 +54,17 @@ class Transform:
             size = f"{self.interpolation} to {self.resize_px} px, the middle {self.px} px"
         return f"mean {_format_rgb(self.mean)}", f"sd {_format_rgb(self.sd)}", size
 
+    def resize_shape(self, size_px: int | None) -> tuple[int | None, int | None, str]:
+        """Return the side after resizing and after cropping, and how patches of a size are resized, "" where not."""
+        resized_px = self.resize_px or self.px or size_px
+        return resized_px, self.px or size_px, "" if resized_px == size_px else self.interpolation
+
+    def makes_same_images(self, other: Transform, size_px: int | None) -> bool:
+        """Return whether another transform makes the same images of patches of a size."""
+        colours = ((*self.mean, *self.sd), (*other.mean, *other.sd))
+        is_same = all(isclose(a, b, abs_tol=1e-4) for a, b in zip(*colours, strict=True))
+        return is_same and self.resize_shape(size_px) == other.resize_shape(size_px)
+
 
 def _format_rgb(values: _Rgb) -> str:
     return " ".join(f"{value:g}" for value in values)
@@ -67,6 +79,7 @@ class Preset:
         n_features: d.
         n_parameters: of the model as built here.
         hub_id: of its weights on the Hugging Face hub; "" without.
+        hub_files: possible names of its file of weights there, in order of preference.
         mpp: µm per pixel of its training patches; empty where not published.
         pooling: from tokens to features. A vision transformer has a class token; a convolutional network has its own
             pooling.
@@ -87,6 +100,7 @@ class Preset:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     swiglu: bool = False
     build: Callable[[Path | None], nn.Module] | None = None
+    hub_files: tuple[str, ...] = HUB_FILES
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -106,8 +120,9 @@ class Preset:
 _IMAGENET = Transform((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224, "bilinear")
 _IMAGENET_BICUBIC = replace(_IMAGENET, interpolation="bicubic")
 _HALF = Transform((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 224, "bilinear")
-_BIOPTIMUS = Transform((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517), 224, "bilinear")
-_LUNIT = Transform((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574, 0.20723464), 224, "bicubic")
+_GIGAPATH = replace(_IMAGENET_BICUBIC, resize_px=256)
+_BIOPTIMUS = Transform((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517), 224, "bicubic")
+_LUNIT = Transform((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574, 0.20723464), 224, "bicubic", 248)
 _HIBOU = Transform((0.7068, 0.5755, 0.722), (0.195, 0.2316, 0.1816), 224, "bicubic")
 
 _APACHE, _NO_DERIVATIVES, _ON_CARD = "Apache 2.0", "CC BY-NC-ND 4.0", "see the model card"
@@ -148,6 +163,20 @@ def _hibou_preset(name: str, n_features: int, n_parameters: int, hub_id: str, ml
 
 _OWKIN = "Owkin non-commercial"
 _BUILTIN_PRESETS = {
+    "gigapath-flash": Preset(
+        "vit_small_patch16_224",
+        384,
+        21681024,
+        _GIGAPATH,
+        "prov-gigapath/prov-gigapath-flash",
+        _APACHE,
+        arguments={**_SCALED, "mlp_ratio": 2048 / 384},
+        swiglu=True,
+    ),
+    "kaiko-vits8": _kaiko_preset("vit_small_patch8_224", 384, 21670272),
+    "kaiko-vits16": _kaiko_preset("vit_small_patch16_224", 384, 21665664),
+    "lunit-vits8": _lunit_preset("vit_small_patch8_224", 21670272),
+    "lunit-vits16": _lunit_preset("vit_small_patch16_224", 21665664),
     "uni": Preset(
         "vit_large_patch16_224", 1024, 303350784, _IMAGENET, "MahmoodLab/UNI", _NO_DERIVATIVES, arguments=_SCALED
     ),
@@ -169,7 +198,7 @@ _BUILTIN_PRESETS = {
         "vit_base_patch14_reg4_dinov2",
         1536,
         85739520,
-        replace(_BIOPTIMUS, interpolation="bicubic"),
+        _BIOPTIMUS,
         "bioptimus/H0-mini",
         _ON_CARD,
         pooling=_CLASS_AND_MEAN,
@@ -180,7 +209,7 @@ _BUILTIN_PRESETS = {
         "vit_giant_patch14_dinov2",
         1536,
         1134953984,
-        replace(_IMAGENET_BICUBIC, resize_px=256),
+        _GIGAPATH,
         "prov-gigapath/prov-gigapath",
         _ON_CARD,
         arguments={**_SCALED, "patch_size": 16, **_WIDE},
@@ -189,26 +218,68 @@ _BUILTIN_PRESETS = {
     "phikon-v2": Preset(
         "vit_large_patch16_224", 1024, 303350784, _IMAGENET_BICUBIC, "owkin/phikon-v2", _OWKIN, arguments=_SCALED
     ),
-    "kaiko-vits8": _kaiko_preset("vit_small_patch8_224", 384, 21670272),
-    "kaiko-vits16": _kaiko_preset("vit_small_patch16_224", 384, 21665664),
     "kaiko-vitb8": _kaiko_preset("vit_base_patch8_224", 768, 85807872),
     "kaiko-vitb16": _kaiko_preset("vit_base_patch16_224", 768, 85798656),
     "kaiko-vitl14": _kaiko_preset(
         *("vit_large_patch14_reg4_dinov2", 1024, 304370688, "vit_large_patch14_reg4_224"), dynamic_img_size=True
     ),
-    "lunit-vits8": _lunit_preset("vit_small_patch8_224", 21670272),
-    "lunit-vits16": _lunit_preset("vit_small_patch16_224", 21665664),
     "hibou-b": _hibou_preset("vit_base_patch14_reg4_dinov2", 768, 85739520, "histai/hibou-b", 5.33334),
     "hibou-l": _hibou_preset("vit_large_patch14_reg4_dinov2", 1024, 303657216, "histai/hibou-L", 5.34375),
     "midnight-12k": Preset(
         "vit_giant_patch14_dinov2", 3072, 1134769664, _HALF, "kaiko-ai/midnight", "MIT", _ALL_MPP, _CLASS_AND_MEAN, _224
     ),
+    "openmidnight": Preset(
+        "vit_giant_patch14_reg4_dinov2",
+        1536,
+        1134774272,
+        _IMAGENET,
+        "SophontAI/OpenMidnight",
+        _ON_CARD,
+        (),
+        arguments=_SCALED,
+        hub_files=("teacher_checkpoint_load.pt",),
+    ),
+    "gpfm": Preset(
+        "vit_large_patch14_dinov2",
+        1024,
+        303227904,
+        _IMAGENET_BICUBIC,
+        "majiabo/GPFM",
+        "MIT",
+        arguments=_SCALED,
+        hub_files=("GPFM.pth",),
+    ),
+    "mstar": Preset(
+        "vit_large_patch16_224", 1024, 303350784, _IMAGENET_BICUBIC, "Wangyh/mSTAR", _ON_CARD, arguments=_SCALED
+    ),
 }
+
+
+def _resize_preset(name: str, resize_px: int | None) -> Preset:
+    preset = _BUILTIN_PRESETS[name]
+    return replace(preset, transform=replace(preset.transform, resize_px=resize_px))
+
+
+# the same weights with the cropping of other versions of slide2vec
+_BUILTIN_PRESETS |= {
+    f"{name}-uncropped": _resize_preset(name, None)
+    for name in ("gigapath", "gigapath-flash", "lunit-vits8", "lunit-vits16")
+} | {"mstar-cropped": _resize_preset("mstar", 248)}
 
 PRESETS = PluginTable("wsi_fl.encoders", _BUILTIN_PRESETS, Preset)
 """Presets by name; other packages add theirs as entry points of `wsi_fl.encoders`."""
 
-_OTHER_NAMES = {"univ1": "uni", "univ2": "uni2h", "uni2": "uni2h", "midnight": "midnight12k"}
+_OTHER_NAMES = {
+    "univ1": "uni",
+    **dict.fromkeys(("univ2", "uni2"), "uni2h"),
+    **dict.fromkeys(("lunit", "lunitvitsmallpatch8dino"), "lunitvits8"),
+    "lunitvitsmallpatch16dino": "lunitvits16",
+    "midnight": "midnight12k",
+    "phikonv1": "phikon",
+    "provgigapath": "gigapath",
+    "virchowv1": "virchow",
+    "virchowv2": "virchow2",
+}
 """Names in other tools → names here, without punctuation."""
 
 
@@ -223,12 +294,70 @@ def find_preset(name: str) -> str | None:
     return next((preset for preset in PRESETS if _strip_punctuation(preset) == _OTHER_NAMES.get(bare, bare)), None)
 
 
+def find_variants(name: str) -> list[str]:
+    """Return the presets with the weights of a preset, which differ in preprocessing; itself among them.
+
+    Example:
+        >>> find_variants("lunit-vits8"), find_variants("uni")
+        (['lunit-vits8', 'lunit-vits8-uncropped'], ['uni'])
+    """
+    hub_id = PRESETS[name].hub_id
+    return sorted({name, *(other for other, preset in PRESETS.items() if hub_id and preset.hub_id == hub_id)})
+
+
+def match_variants(
+    name: str, size_px: int | None, input_px: int | None, transform: Mapping[str, Any] | None
+) -> list[str]:
+    """Return the presets with the weights of a preset that make the same images of patches, the published one first.
+
+    Args:
+        size_px: side of the patches.
+        input_px: side of the images that the network saw, where stated.
+        transform: how they were made, as slide2vec states it: normalize (mean, std), resize (size, interpolation) and
+            center_crop (size); without it no whole patch was resized, where presets differ in that.
+
+    Example:
+        >>> match_variants("gigapath", 256, 224, None), match_variants("lunit-vits8", 224, 224, None)
+        (['gigapath'], ['lunit-vits8', 'lunit-vits8-uncropped'])
+    """
+    names = [name, *(other for other in find_variants(name) if other != name)]
+    if transform is None:
+        names = [other for other in names if input_px in {None, PRESETS[other].transform.px}]
+        shapes = {other: PRESETS[other].transform.resize_shape(size_px) for other in names}
+        is_alone = len(names) == 1
+        return [other for other, (side, px, _) in shapes.items() if is_alone or side != px or side == size_px]
+    stated = _read_transform(transform, size_px)
+    return (
+        []
+        if stated is None
+        else [other for other in names if PRESETS[other].transform.makes_same_images(stated, size_px)]
+    )
+
+
+def _read_transform(stated: Mapping[str, Any], size_px: int | None) -> Transform | None:
+    """Return a transform as slide2vec states it; None for what is none."""
+    try:
+        mean, sd = (_read_rgb(stated["normalize"][key]) for key in ("mean", "std"))
+        resize, crop = stated.get("resize"), stated.get("center_crop")
+        resize_px = int(resize["size"][0]) if resize else size_px
+        px = int(crop["size"][0]) if crop else resize_px
+        return Transform(mean, sd, px, str(resize["interpolation"]) if resize else "", resize_px)
+    except (KeyError, TypeError, ValueError, IndexError):
+        return None
+
+
+def _read_rgb(values: Any) -> _Rgb:
+    red, green, blue = map(float, values)
+    return red, green, blue
+
+
 _UNSUPPORTED = {
     "conch": "has attention pooling of its own",
     **dict.fromkeys(("titan", "prism"), "makes one vector of a whole slide"),
     **dict.fromkeys(("musk", "ctranspath"), "has an architecture of its own"),
     "keep": "has a projection of its own",
-    **dict.fromkeys(("gpfm", "mstar"), "has weights under names of their own"),
+    **dict.fromkeys(("rudolfv2", "genbiopathfm"), "runs code of its authors"),
+    "distillpath": "has a crop that could not be verified",
 }
 """Reasons why encoders are not presets, by the prefix of their names."""
 
@@ -245,7 +374,7 @@ def suggest_encoder(name: str) -> str | None:
     reason = next(
         (text for prefix, text in _UNSUPPORTED.items() if _strip_punctuation(name.lower()).startswith(prefix)), None
     )
-    advice = "extract its features with TRIDENT or STAMP, then `wsi-fl import --format trident`"
+    advice = "extract its features with TRIDENT, slide2vec or STAMP, then `wsi-fl import --format trident`"
     return reason and f"it {reason}, so it is no preset; {advice}"
 
 

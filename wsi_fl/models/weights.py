@@ -320,7 +320,7 @@ _QKV_NAMES = {
 
 
 def _convert_names(state: State, model: nn.Module) -> State:
-    """Convert names of ViT or DINOv2 in transformers to timm's; other weights stay unchanged.
+    """Convert names of ViT or DINOv2 in transformers, and of DINOv2 itself, to timm's; other weights stay unchanged.
 
     Names are those of transformers 4 and 5. Query, key and value become one matrix. Where timm's model has registers,
     the positional embedding of the class token is added to the token, as timm has none for it. Positional embeddings
@@ -328,7 +328,7 @@ def _convert_names(state: State, model: nn.Module) -> State:
     """
     prefix = next((name.removesuffix(_CLASS_TOKEN) for name in state if name.endswith(_CLASS_TOKEN)), None)
     if prefix is None:
-        return state
+        return _convert_dinov2(state, model)
     bare = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     bare = {name: tensor for name, tensor in bare.items() if not name.startswith(_IGNORED_KEYS)}
     named: dict[str, torch.Tensor] = {}
@@ -338,6 +338,16 @@ def _convert_names(state: State, model: nn.Module) -> State:
         if all(name in bare for name in qkv_names):
             named[f"blocks.{block}.attn.qkv.{kind}"] = torch.cat([bare.pop(name) for name in qkv_names])
     named |= {_timm_name(name): tensor for name, tensor in bare.items()}
+    return _resize_positions(named, model)
+
+
+def _convert_dinov2(state: State, model: nn.Module) -> State:
+    """Convert DINOv2's own names of registers and of gated layers; without registers timm's are the same."""
+    if "register_tokens" not in state:
+        return state
+    named = {name: tensor for name, tensor in state.items() if name != "mask_token"}
+    for old, new in (("register_tokens", "reg_token"), (".w12.", ".fc1."), (".w3.", ".fc2.")):
+        named = {name.replace(old, new): tensor for name, tensor in named.items()}
     return _resize_positions(named, model)
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.models.golden import GOLDEN_SLIDE
 from wsi_fl.oneshot.projection import ProjectionSource
 from wsi_fl.stages.prepare.feature_columns import TABLE_SUFFIXES, read_columns
 from wsi_fl.stages.prepare.import_export import FeatureFile, ImportFacts, find_feature_files, resolve_encoder
 from wsi_fl.stages.site.public_sources import PrivateSlides, require_public_features
 from wsi_fl.stores.bag_store import BagStore
-from wsi_fl.stores.foreign_formats import FileFacts
+from wsi_fl.stores.foreign_slides import FileFacts
 from wsi_fl.system.file_names import is_missing
 from wsi_fl.system.files import file_sha256
 from wsi_fl.types import WsiFlError
@@ -84,8 +85,8 @@ def _read_store(path: Path) -> PublicFeatures:
 
 
 def _read_layout(path: Path, form: str, facts: ImportFacts, private_slides: PrivateSlides | None) -> PublicFeatures:
-    layout, slide_files = find_feature_files(form, path)
-    all_paths = [*slide_files.values()]
+    layout, slide_files = find_feature_files(form, path, facts)
+    all_paths = [file for slide, file in slide_files.items() if slide != GOLDEN_SLIDE]
     paths = [all_paths[place] for place in sample_indices(len(all_paths), MAX_PATCHES)]
     files, parts, excluded = [], [], []
     for file in paths:

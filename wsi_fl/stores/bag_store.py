@@ -66,6 +66,7 @@ class BagMeta:
         tumor_types: tumour type → its possible classes; empty if unknown.
         recipe: settings of the selection of patches, by name; empty if unknown.
         generator: of synthetic patches, see `StoreMeta`; None for patches of slides and images.
+        golden: vectors of the golden patches (`wsi_fl.models.golden`); empty if unknown.
     """
 
     site: str
@@ -76,6 +77,7 @@ class BagMeta:
     tumor_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
     generator: str | None = None
+    golden: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ def write_bags(
         "encoder": meta.encoder,
         "recipe": json.dumps(dict(meta.recipe)),
     } | ({} if meta.generator is None else {"generator": meta.generator})
+    if meta.golden:
+        attrs["golden"] = json.dumps(meta.golden)
     n, d = int(start[-1]), first.features.shape[1]
     with atomic_path(path) as temporary, create_hdf5(temporary, n * (d * 4 + 96) + len(table) * 1024) as file:
         file.attrs.update(root_attrs(_FORMAT, meta.spec) | attrs)
@@ -266,6 +270,7 @@ class BagStore(StoreFile):
             {name: tuple(classes) for name, classes in tumor_types.items()},
             json_attribute(attrs, "recipe", dict),
             str(attrs["generator"]) if "generator" in attrs else None,
+            tuple(json_attribute(attrs, "golden", list)) if "golden" in attrs else (),
         )
         self.table = BagTable(
             file["label"][:], **{name: read_texts(file, name) for name in ("tumor_type", *_TEXTS[:3])}

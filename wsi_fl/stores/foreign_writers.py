@@ -11,12 +11,11 @@ import h5py
 import numpy as np
 
 from wsi_fl.stores.bag_store import Bag, BagStore
+from wsi_fl.stores.foreign_slides import MAGNIFICATION_UM
 from wsi_fl.stores.hdf5 import create_hdf5
 from wsi_fl.system.files import atomic_path, write_text
 from wsi_fl.types import WsiFlError
 
-MAGNIFICATION_UM = 10.0
-"""µm per pixel times magnification: 40× is 0.25 µm, as TRIDENT, CLAM and most scanners round it."""
 TRIDENT_PREFIX = "features_"
 """Start of the names of TRIDENT's folders of features, before the encoder's."""
 EXTRA_COLUMNS = ("cluster", "weight")

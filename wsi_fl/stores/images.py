@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ _IDX_NAMES = {
     "y_test": "t10k-labels-idx1-ubyte",
 }
 _IDX_UINT8 = 8
-_UNREADABLE = (*DAMAGE, AssertionError, EOFError, BadZipFile, struct.error, ZlibError)
+UNREADABLE = (*DAMAGE, AssertionError, EOFError, BadZipFile, struct.error, ZlibError)
+"""Errors of reading a damaged file of arrays."""
 _Arrays = dict[str, NDArray[Any]]
 _MAX_CLASSES = 10_000
 """Larger labels are no classes."""
@@ -97,9 +99,14 @@ def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
     return ImageDataSet(sets["train"], sets.get("test"), tuple(str(k) for k in range(n_classes)))
 
 
-def _read_npz(path: Path) -> _Arrays:
+def read_npz(path: Path, names: Collection[str]) -> _Arrays:
+    """Return those of the named arrays that an npz file has; no more than fits into memory, and no objects.
+
+    Raises:
+        UsageError: when the file claims more than its size can hold.
+    """
     with np.load(path, allow_pickle=False) as file:
-        names = [name for name in file.files if name in _ARRAY_NAMES]
+        names = [name for name in file.files if name in names]
         stated = sum(_n_bytes(file.zip, name) for name in names)
         refuse_too_large(path, stated)
         if is_overpacked(stated, path.stat().st_size):
@@ -154,14 +161,15 @@ def _read_idx_file(path: Path) -> NDArray[np.uint8]:
 
 
 def _read_arrays(path: Path) -> _Arrays:
-    kind, read = "npz file", _read_npz
+    read: Callable[[Path], _Arrays]
+    kind, read = "npz file", partial(read_npz, names=_ARRAY_NAMES)
     if path.is_dir():
         kind, read = "copy of MNIST's four files", _read_idx
     elif path.suffix.lower() in _HDF5:
         kind, read = "HDF5 file", _read_hdf5
     try:
         arrays = read(path)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         refuse_unavailable(error, path)
         raise UsageError(f"{path}: not a readable {kind} ({single_line(error)})") from None
     except MemoryError as error:

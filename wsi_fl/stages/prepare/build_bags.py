@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.models.encoder import Encoder, encode_batches
+from wsi_fl.models.encoder import Encoder, encode_batches, encode_golden
 from wsi_fl.models.presets import resolution_warning
 from wsi_fl.slides.patching.mosaic import MosaicParams, plan_mosaic
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
@@ -169,7 +169,8 @@ class _MosaicBuilder(BagBuilder):
         table = slide_lists.build_bag_table(records, pipeline.subtypes, listed.site)
         subtypes = {tumor_type: tuple(names) for tumor_type, names in pipeline.subtypes.items()}
         classes = slide_lists.store_classes(listed.site, subtypes)
-        meta = BagMeta(self.site, classes, self.encoder.label, self.spec, "mosaic", subtypes, _mosaic_recipe(pipeline))
+        recipe, golden = _mosaic_recipe(pipeline), encode_golden(self.encoder, self.spec)
+        meta = BagMeta(self.site, classes, self.encoder.label, self.spec, "mosaic", subtypes, recipe, golden=golden)
         mpp_l0 = np.array([shard.mpp_l0 for shard in shards])
         write_bags(path, meta, table, [shard.bag for shard in shards], mpp_l0)
         return slide_lists.build_mosaic_row(
@@ -221,7 +222,8 @@ class _FeatureBuilder(BagBuilder):
         """Write the store from all shards, one slide in memory at a time."""
         store, patches = self.store.meta, self.store.table
         recipe = {} if store.min_tissue is None else {"min_tissue": store.min_tissue}
-        meta = BagMeta(self.site, store.classes, self.encoder.label, self.spec, "features", {}, recipe, store.generator)
+        label, golden = self.encoder.label, encode_golden(self.encoder, self.spec)
+        meta = BagMeta(self.site, store.classes, label, self.spec, "features", {}, recipe, store.generator, golden)
         table, sizes = group_bags(patches)
         bags = (read_bag_shard(self.shard_path(str(slide))).bag for slide in table.slide)
         write_bags(path, meta, table, bags, sizes=sizes, patches=patches)

@@ -14,11 +14,13 @@ from wsi_fl.plugins import load_entries
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.prepare.slide_lists import Scope, render_copy_lines, select_sites
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
+from wsi_fl.stages.site.encoders import require_golden_vectors
 from wsi_fl.stages.site.site_data import list_scans, open_bags, open_store
 from wsi_fl.stores.bag_shards import read_bag_shard
 from wsi_fl.stores.fields import DAMAGE, first_line
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.file_names import drop_companions
 from wsi_fl.system.files import FileUnavailable, explain_unavailable
 from wsi_fl.types import WsiFlError
@@ -57,9 +59,9 @@ def check_sites(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
     Raises:
         WsiFlError: when there is nothing to check.
     """
-    _, sites = select_sites(study, **scope)
+    pipeline, sites = select_sites(study, **scope)
     scans: dict[str, list[Scan]] = {}
-    rows = [_check_site(study, site.name, watcher or SilentProgress(), scans) for site in sites]
+    rows = [_check_site(study, pipeline, site.name, watcher or SilentProgress(), scans) for site in sites]
     if not any(row["read"] for row in rows):
         sites_option = "--all" if scope["site"] is None else f"--site {scope['site']}"
         has_slides = any(site.slides is not None for site in sites)
@@ -73,7 +75,9 @@ def check_sites(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
     return {"sites": rows, "copies": copies, "ok": not any(row["damaged"] or row["unavailable"] for row in rows)}
 
 
-def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list[Scan]]) -> _SiteCheck:
+def _check_site(
+    study: Study, pipeline: Pipeline, site: str, watcher: Watcher, scans: dict[str, list[Scan]]
+) -> _SiteCheck:
     """Read all stores of a site; append its scans to `scans`, by kind of store."""
     start, n_read = time.perf_counter(), 0
     damaged: list[str] = []
@@ -87,7 +91,7 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
             damaged.append(str(error) if isinstance(error, WsiFlError) else f"{site}: damaged ({first_line(error)})")
 
     store_scans: dict[str, list[Scan]] = {}
-    for steps in _list_steps(study, site, store_scans):
+    for steps in _list_steps(study, pipeline, site, store_scans):
         try:
             for store_steps in steps:  # yielded once the store is open
                 for done, (name, read) in enumerate(store_steps):
@@ -115,12 +119,14 @@ def _check_site(study: Study, site: str, watcher: Watcher, scans: dict[str, list
     }
 
 
-def _list_steps(study: Study, site: str, scans: dict[str, list[Scan]]) -> Iterator[Iterator[list[_Step]]]:
+def _list_steps(
+    study: Study, pipeline: Pipeline, site: str, scans: dict[str, list[Scan]]
+) -> Iterator[Iterator[list[_Step]]]:
     """Yield the steps of each store of a site, and those of extensions."""
     for path, list_store_steps, shards, command in (
         (study.store_path(site), _patch_steps, "slides", "tile"),
-        (study.features_path(site), partial(_bag_steps, "features"), "features", "features"),
-        (study.mosaic_path(site), partial(_bag_steps, "mosaics"), "mosaics", "mosaic"),
+        (study.features_path(site), partial(_bag_steps, "features", pipeline), "features", "features"),
+        (study.mosaic_path(site), partial(_bag_steps, "mosaics", pipeline), "mosaics", "mosaic"),
     ):
         if path.exists():
             yield list_store_steps(study, site, scans)
@@ -152,10 +158,14 @@ def _read_slide(store: PatchStore, slide: str) -> None:
         )
 
 
-def _bag_steps(data: str, study: Study, site: str, scans: dict[str, list[Scan]]) -> Iterator[list[_Step]]:
+def _bag_steps(
+    data: str, pipeline: Pipeline, study: Study, site: str, scans: dict[str, list[Scan]]
+) -> Iterator[list[_Step]]:
     with open_bags(study, site, data) as store:
         scans[data] = list_scans(store)
         steps: list[_Step] = [(str(slide), partial(store.read_bag, k)) for k, slide in enumerate(store.table.slide)]
+        if store.meta.made_by == "import":
+            steps.append(("golden patches", partial(require_golden_vectors, study, pipeline, store.meta, store.path)))
         shards = drop_companions((store.path.parent / data).glob("*.h5"))
         yield [*steps, *((path.stem, partial(read_bag_shard, path)) for path in shards)]
 

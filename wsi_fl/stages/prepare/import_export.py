@@ -15,15 +15,18 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from wsi_fl.models.presets import PRESETS, find_preset
+from wsi_fl.models.golden import GOLDEN_MPP, GOLDEN_SLIDE, GoldenVectors, select_golden
+from wsi_fl.models.presets import PRESETS, find_preset, match_variants
 from wsi_fl.slides.patching.scan_copies import describe_copies, drop_leaks, list_scans
 from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare import slide_lists
 from wsi_fl.stages.prepare.label_tables import match_table
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
+from wsi_fl.stages.site.encoders import require_golden_vectors
 from wsi_fl.stages.site.site_data import open_bags
 from wsi_fl.stores.bag_store import Bag, BagMeta, hash_features, write_bags
-from wsi_fl.stores.foreign_formats import LAYOUTS, FeatureLayout, FileFacts
+from wsi_fl.stores.foreign_formats import LAYOUTS
+from wsi_fl.stores.foreign_slides import FeatureLayout, FileFacts
 from wsi_fl.stores.foreign_writers import write_clam, write_labels
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -99,7 +102,9 @@ def import_features(
         WsiFlError: when no slide is left.
     """
     start, progress = time.perf_counter(), watcher or SilentProgress()
-    layout, files = find_feature_files(form, source)
+    facts = facts or ImportFacts()
+    layout, files = find_feature_files(form, source, facts)
+    golden_file = files.pop(GOLDEN_SLIDE, None)
     scope: slide_lists.Scope = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
     pipeline, (site_file,) = slide_lists.select_sites(study, **scope)
     diagnoses = slide_lists.store_classes(site_file, pipeline.subtypes) if pipeline.subtypes else ()
@@ -117,7 +122,11 @@ def import_features(
         failed = [*table_rows.excluded, *unfit, *unreadable, *leaks]
         if not slides:
             raise WsiFlError(f"site {site}: no slide could be imported; {slide_lists.first_failure(failed)}")
-        meta = _merge_metadata(site_file, pipeline, slides, facts or ImportFacts())
+        meta = _merge_metadata(site_file, pipeline, slides, facts)
+        if golden_file is not None:
+            meta = replace(meta, golden=_read_golden(golden_file, layout, meta))
+            is_compared = require_golden_vectors(study, pipeline, meta, golden_file)
+            progress.print_message(f"  {site}: {_GOLDEN_NOTES[bool(meta.golden) + is_compared]}")
         slides = [_rescale_slide(slide, meta.spec) for slide in slides]
         table = slide_lists.build_bag_table([slide.record for slide in slides], pipeline.subtypes, site_file)
         bags, sizes = _reread_bags(slides, layout, progress, len(records)), [slide.n_patches for slide in slides]
@@ -138,7 +147,22 @@ def import_features(
     return {"sites": [row], "next": slide_lists.next_commands(study, **scope)}
 
 
-def find_feature_files(form: str, source: Path) -> tuple[FeatureLayout, dict[str, Path]]:
+_GOLDEN_NOTES = (
+    "its golden patches are not those of the picture (0.5 µm/px, cut from its corner): features are compared by name",
+    "its golden patches will be compared with those of other sites",
+    "its golden patches have the features of this encoder here, and will be compared with those of other sites",
+)
+
+
+def _read_golden(path: Path, layout: FeatureLayout, meta: BagMeta) -> GoldenVectors:
+    """Return the vectors of the golden patches from the file of their picture; () at another resolution."""
+    bag = layout.read(path).build_bag(GOLDEN_MPP)
+    if not isclose(meta.spec.mpp, GOLDEN_MPP, rel_tol=0.01):
+        return ()
+    return select_golden(bag.features, bag.xy_l0, replace(meta.spec, mpp=GOLDEN_MPP))
+
+
+def find_feature_files(form: str, source: Path, facts: ImportFacts) -> tuple[FeatureLayout, dict[str, Path]]:
     """Return a layout, and the files of slides by name, in a folder or a single one.
 
     Raises:
@@ -146,11 +170,14 @@ def find_feature_files(form: str, source: Path) -> tuple[FeatureLayout, dict[str
     """
     if form not in LAYOUTS:
         raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
+    layout = LAYOUTS[form]
+    if layout.takes_encoder:
+        layout = replace(layout, read=partial(layout.read, encoder=facts.encoder))
     if source.is_file():
-        return LAYOUTS[form], {slide_of(source): source}
+        return layout, {slide_of(source): source}
     if not source.is_dir():
         raise UsageError(f"--from {source}: no such folder")
-    return LAYOUTS[form], LAYOUTS[form].find(source)
+    return layout, layout.find(source)
 
 
 def _assign_splits(
@@ -262,7 +289,7 @@ def resolve_encoder(slides: Sequence[FeatureFile], facts: ImportFacts) -> str:
     if facts.encoder is None and facts.new_name is None and not any(slide.facts.encoder for slide in slides):
         raise UsageError(f"{slides[0].path}: does not say its encoder; add --encoder NAME")
     width = int(_require_equal(slides, "features of width", lambda slide: slide.n_features))
-    encoder = _require_equal(slides, "encoder", lambda slide: _resolve_preset(slide.facts.encoder, width))
+    encoder = _require_equal(slides, "encoder", lambda slide: _resolve_file_encoder(slide, facts))
     if facts.new_name is None:
         name = str(_resolve_value(encoder, _resolve_preset(facts.encoder, width), slides, "--encoder"))
     else:
@@ -275,6 +302,27 @@ def resolve_encoder(slides: Sequence[FeatureFile], facts: ImportFacts) -> str:
     original_name = next((slide.facts.encoder for slide in slides if slide.facts.encoder), name)
     origin = ["so called on import"] if facts.new_name else []
     return name if original_name == name else encoder_label(name, [f"written as {original_name}", *origin])
+
+
+def _resolve_file_encoder(slide: FeatureFile, options: ImportFacts) -> str | None:
+    """Return the encoder of a file: the preset with the preprocessing that the file states, else a name that tells it.
+
+    Raises:
+        UsageError: when several presets fit, of the same weights, and no option names one.
+    """
+    facts = slide.facts
+    name = _resolve_preset(facts.encoder, slide.n_features)
+    if name is None or name not in PRESETS or not (facts.input_px or facts.transform):
+        return name
+    variants = match_variants(name, facts.size_px, facts.input_px, facts.transform)
+    if not variants:
+        return f"{name} with other preprocessing{f', at {facts.input_px} px' if facts.input_px else ''}"
+    if len(variants) > 1 and options.new_name is None:
+        raise UsageError(
+            f"{slide.path.name} does not say whether its patches were cropped, and versions of its tool differ; add "
+            f"--encoder-name {' or '.join(variants)}"
+        )
+    return variants[0]
 
 
 def _resolve_preset(name: str | None, width: int) -> str | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TypedDict
 
-from wsi_fl.models.presets import HUB_FILES, PRESETS
-from wsi_fl.models.weights import find_cached_weights
+from wsi_fl.models.presets import PRESETS
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
 from wsi_fl.stages.runtime.rank_job import select_device
+from wsi_fl.stages.site.encoders import find_local_weights
 from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import UsageError
 
 
@@ -46,12 +46,11 @@ def list_encoders(study: Study | None, pipeline_name: str | None = None) -> _Enc
     Args:
         study: its pipeline may name files of weights; None without a study.
     """
-    weight_files = _find_weights(study, pipeline_name) if study else {}
+    pipeline = _load_pipeline(study, pipeline_name) if study else None
     memory = _total_memory()
     rows: list[_EncoderRow] = []
     for name, preset in PRESETS.items():
-        cached = find_cached_weights(preset.hub_id, HUB_FILES) if preset.hub_id else None
-        weights = weight_files.get(name) or cached
+        weights = find_local_weights(name, study, pipeline)
         rows.append(
             {
                 "name": name,
@@ -73,6 +72,15 @@ def list_encoders(study: Study | None, pipeline_name: str | None = None) -> _Enc
     return {"encoders": rows, "memory_bytes": memory}
 
 
+def _load_pipeline(study: Study, name: str | None) -> Pipeline | None:
+    try:
+        return study.load_pipeline(study.pipeline_name(name))
+    except UsageError:
+        if name:
+            raise
+        return None
+
+
 def _total_memory() -> int:
     """Return the total memory of this machine, or of its GPU if smaller, in bytes."""
     import torch
@@ -80,19 +88,6 @@ def _total_memory() -> int:
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     device = select_device()
     return host if device.type == "cpu" else min(host, int(torch.cuda.mem_get_info(device)[1]))
-
-
-def _find_weights(study: Study, pipeline_name: str | None) -> dict[str, Path]:
-    """Return encoder → existing file of weights named in the study's pipeline."""
-    try:
-        pipeline = study.load_pipeline(study.pipeline_name(pipeline_name))
-    except UsageError:
-        if pipeline_name:
-            raise
-        return {}
-    sections = (pipeline.mosaic, pipeline.encoder_settings)
-    weight_files = {section.encoder: study.resolve(section.weights) for section in sections if section.weights}
-    return {name: path for name, path in weight_files.items() if path.is_file()}
 
 
 def render_encoder_lines(document: _EncodersDocument) -> Lines:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from math import isnan
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from wsi_fl.models.encoder import Encoder
+from wsi_fl.models.encoder import Encoder, encode_golden
+from wsi_fl.models.golden import MAX_DISTANCE, golden_distance
 from wsi_fl.models.presets import PRESETS
-from wsi_fl.models.weights import NoWeightsError
+from wsi_fl.models.weights import NoWeightsError, find_cached_weights
 from wsi_fl.stages.runtime.rank_job import select_device, take_threads
 from wsi_fl.stages.site.public_sources import require_published
-from wsi_fl.stores.bag_store import BagStore
+from wsi_fl.stores.bag_store import BagMeta, BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import WsiFlError
@@ -75,6 +78,40 @@ def list_study_encoders(study: Study, pipeline: Pipeline) -> dict[str, str]:
             labels[f"site {site}"] = store.meta.encoder
     is_named = pipeline.features.encoder is not None or "encoder" in pipeline.mosaic.model_fields_set
     return labels or ({"the pipeline": pipeline.encoder_settings.encoder} if is_named else {})
+
+
+def find_local_weights(name: str, study: Study | None, pipeline: Pipeline | None) -> Path | None:
+    """Return the file of a preset's weights that the pipeline names, else the downloaded one; None without any."""
+    preset = PRESETS[name]
+    if study and pipeline:
+        for section in (pipeline.mosaic, pipeline.encoder_settings):
+            if section.weights and section.encoder == name and (path := study.resolve(section.weights)).is_file():
+                return path
+    return find_cached_weights(preset.hub_id, preset.hub_files) if preset.hub_id else None
+
+
+def require_golden_vectors(study: Study, pipeline: Pipeline, meta: BagMeta, source: Path) -> bool:
+    """Compare the golden vectors of another tool's features with those of the encoder whose name they bear.
+
+    Returns:
+        Whether they could be compared, which needs the encoder's weights on this machine.
+
+    Raises:
+        WsiFlError: when they differ.
+    """
+    name = meta.encoder.split(";")[0]
+    weights = find_local_weights(name, study, pipeline) if meta.golden and name in PRESETS else None
+    if weights is None:
+        return False
+    encoder = Encoder(name, weights, device=select_device(), half_precision=False)
+    distance = golden_distance(encode_golden(encoder, meta.spec), meta.golden)
+    if distance > MAX_DISTANCE:
+        raise WsiFlError(
+            f"{source}: its features of the golden patches are {distance:.0%} apart from those of {name} here "
+            f"({', '.join(encoder.parts)}); they have other weights or preprocessing: extract them anew, or give them "
+            "another --encoder-name"
+        )
+    return not isnan(distance)
 
 
 def describe_transform(encoder: Encoder) -> dict[str, object]:

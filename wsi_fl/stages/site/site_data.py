@@ -259,7 +259,7 @@ class SiteData:
             return {"channels": self.shape.channels, "input_px": self.shape.size_px}
         meta = self.store.meta
         assert isinstance(meta, BagMeta)
-        inputs = ModelInputs(n_features=self.shape.n_features, encoder=meta.encoder)
+        inputs = ModelInputs(n_features=self.shape.n_features, encoder=meta.encoder, golden=list(meta.golden))
         if meta.made_by != "features":
             kinds = {} if self.labelled is not None else meta.tumor_types
             inputs["tumor_types"] = {kind: list(classes) for kind, classes in kinds.items()}
@@ -270,7 +270,8 @@ class SiteData:
         store, facts = self.store, {"classes": list(self.classes), "spec": asdict(self.store.meta.spec)}
         if isinstance(store, PatchStore):
             return facts | {"min_tissue": store.meta.min_tissue, "channels": store.n_channels} | pixels_digest(store)
-        return facts | {**self.describe_inputs(), "recipe": dict(store.meta.recipe)}
+        inputs = {name: value for name, value in self.describe_inputs().items() if name != "golden"}
+        return facts | {**inputs, "recipe": dict(store.meta.recipe)}
 
     def digest(self) -> str:
         """Return the SHA-256 over examples, labels, splits and the held-out secret where used; it stays at the site."""
