@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from conftest import refused
 from file_changes import make_real
+from test_import_tools import of_atlaspatch, of_eva, of_slide2vec, of_slideflow
 
 from wsi_fl.evidence.bench import _read_projection
+from wsi_fl.models.golden import GOLDEN_SLIDE
 from wsi_fl.oneshot import build_projection as module
 from wsi_fl.oneshot.build_projection import build_projection
 from wsi_fl.oneshot.projection import read_projection
-from wsi_fl.oneshot.public_features import MAX_PATCHES
+from wsi_fl.oneshot.public_features import MAX_PATCHES, read_public_features
 from wsi_fl.stages.prepare.import_export import ImportFacts, import_features
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore, write_bags
@@ -82,7 +84,9 @@ def write_layout(folder, form, bags, **store):
     return folder / f"t.{form}" if form in {"npz", "csv"} else folder
 
 
-FORMS = ["store", "npz", "csv", *LAYOUTS]
+READ_ALONE = {"atlaspatch": of_atlaspatch, "eva": of_eva, "slide2vec": of_slide2vec, "slideflow": of_slideflow}
+"""Writers of tools' layouts that wsi-fl reads and does not write."""
+FORMS = ["store", "npz", "csv", *(form for form in LAYOUTS if form not in READ_ALONE)]
 
 
 def project(study, source, form, out="p.safetensors", **options):
@@ -103,6 +107,14 @@ def test_features_in_every_format_give_one_projection_without_labels_or_weights(
     ours, theirs = (read_projection(study.root / name, name) for name in ("p.safetensors", "r.safetensors"))
     np.testing.assert_allclose(np.abs(ours.components), np.abs(theirs.components), atol=1e-4)
     assert ours.origin.encoder == "uni-like" and theirs.digest == reference["digest"]
+
+
+@pytest.mark.parametrize("form", READ_ALONE)
+def test_features_of_tools_are_read_but_for_those_of_golden_patches(tmp_path, form):
+    folder, features = READ_ALONE[form](tmp_path / form, names=("a", "b", GOLDEN_SLIDE))
+    public = read_public_features(folder, form, ImportFacts(encoder="uni-like" if form == "eva" else None))
+    expected = np.concatenate([features[name] for name in ("a", "b")])
+    np.testing.assert_array_equal(np.sort(public.features, axis=0), np.sort(expected.astype(np.float32), axis=0))
 
 
 def test_an_encoder_that_no_file_names_is_asked_for(study, tmp_path):

@@ -188,10 +188,10 @@ class _SourceReader:
         features = self._extract_features(path)
         digest = file_sha256(path) if path.is_file() else _hash_folder(path)
         source = ProjectionSource(name=path.name, rows=len(features), sha256=digest)
-        return PublicFeatures(source, features, self._encoder.label)
+        return PublicFeatures(source, features, self._patch_encoder.label)
 
     @cached_property
-    def _encoder(self) -> Encoder:
+    def _patch_encoder(self) -> Encoder:
         return load_encoder(self.study, self.pipeline, "features", n_cores())
 
     @cached_property
@@ -206,7 +206,7 @@ class _SourceReader:
         plan = plan_slide(record, spec, build_plan_params(self.study, self.pipeline), reader=reader)
         corners = plan.xy_l0[sample_indices(len(plan.xy_l0), MAX_PATCHES)]
         read = read_patches(plan.record, corners, spec, threads=n_cores(), reader=reader)
-        features: NDArray[np.float32] = encode_batches((pixels for _, pixels in read), self._encoder)
+        features: NDArray[np.float32] = encode_batches((pixels for _, pixels in read), self._patch_encoder)
         return features
 
 

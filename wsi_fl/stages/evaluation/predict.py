@@ -124,7 +124,7 @@ def _share_slides(
             slide_watcher = NestedProgress(watcher, n_before, len(items))
             yield _predict_or_report(predictor, record, folder / record.slide, work.shared, slide_watcher)
 
-    def watch(n_done: int, n: int, note: str) -> None:
+    def update_progress(n_done: int, n: int, note: str) -> None:
         nonlocal n_before
         n_before = n_done
         watcher.update(predictor.site.name, n_done, n, note)
@@ -133,7 +133,7 @@ def _share_slides(
         return "row" not in outcome or not (folder / outcome["row"]["slide"] / _SCORE).exists()
 
     work.retry_items("slides", is_missing)
-    outcomes = work.share_items("slides", items, predict_items, watch, in_parts=True)
+    outcomes = work.share_items("slides", items, predict_items, update_progress, in_parts=True)
     if not work.n_missing:
         work.finish_alone()
     return list(outcomes.values())
