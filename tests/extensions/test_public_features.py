@@ -216,7 +216,9 @@ def test_features_of_a_hospitals_patients_are_public_only_when_declared(study, t
 
 def test_features_of_another_tool_without_its_name_are_refused_with_the_option(study, tmp_path):
     source = write_layout(tmp_path / "trident", "trident", bags_of())
-    refused(lambda: project(study, source / "features_uni-like", "store"), "--format names it", error=WsiFlError)
+    folder = source / "features_uni-like"
+    for named in (folder, folder / "public0.h5"):
+        refused(lambda named=named: project(study, named, "store"), "another tool name it, --format", error=WsiFlError)
     refused(lambda: project(study, source, "trident-like", facts=None), "no slide, picture", error=WsiFlError)
     refused(lambda: build_projection(study, [source], out=tmp_path / "p", form="tridnet"), "--format 'tridnet': use")
 

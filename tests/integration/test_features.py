@@ -108,6 +108,8 @@ def test_a_public_projection_is_fitted_on_slides_or_stores_and_is_reproducible(s
     assert "3 other files were skipped: README.md, labels.csv, thumbnail.png" in said
     read = read_projection(tmp_path / "d.safetensors", "d")
     assert read.digest == made["digest"] and read.components.shape == (256, 8)
+    lost = [settings[0], "features.weights=lost.safetensors", "tile.size_px=64", "tile.mpp=1.0"]
+    refused(lambda: build_projection(study, [public], out=tmp_path / "x", overrides=lost), "lost.safetensors")
     for slide in public.glob("*.tif"):
         slide.unlink()
     write_features(study, "S0", np.ones((9, 5)), np.arange(9) % 2, ["p"] * 9, ["train"] * 9)

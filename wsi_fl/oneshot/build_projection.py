@@ -47,6 +47,8 @@ from wsi_fl.system.files import file_sha256
 from wsi_fl.system.machine import n_cores
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences, has_weights_digest
 
+_TOOLS_HINT = f"; for features of another tool name it, --format {' or '.join(LAYOUTS)}"
+
 
 @dataclass(frozen=True)
 class ExpectedStatistics:
@@ -160,6 +162,8 @@ class _SourceReader:
             try:
                 part = self._read_source(path, is_named=path in sources)
             except WsiFlError as error:
+                if path in sources and path.suffix == ".h5" and self.form is None:
+                    raise WsiFlError(f"{error}{_TOOLS_HINT}") from None
                 if path in sources or isinstance(error, UsageError):
                     raise
                 skipped.append(path.name)
@@ -168,8 +172,7 @@ class _SourceReader:
             skipped += part.excluded
             progress.update(path.name, 1, 1)
         if not parts:
-            tools = f"; of features of another tool, --format names it: {', '.join(LAYOUTS)}"
-            raise WsiFlError(f"--from: no slide, picture or feature store{_name_examples(skipped)}{tools}")
+            raise WsiFlError(f"--from: no slide, picture or feature store{_name_examples(skipped)}{_TOOLS_HINT}")
         return parts, skipped
 
     def _require_public(self, path: Path) -> None:
@@ -192,7 +195,10 @@ class _SourceReader:
 
     @cached_property
     def _patch_encoder(self) -> Encoder:
-        return load_encoder(self.study, self.pipeline, "features", n_cores())
+        try:
+            return load_encoder(self.study, self.pipeline, "features", n_cores())
+        except WsiFlError as error:  # no fault of a slide, which would be skipped
+            raise UsageError(str(error)) from None
 
     @cached_property
     def _private_slides(self) -> PrivateSlides | None:
@@ -232,10 +238,10 @@ def _name_examples(files: Sequence[str]) -> str:
 
 def render_projection_lines(document: Mapping[str, Any]) -> Lines:
     """Yield the sources of the file, and the next command."""
-    rows = sum(source["rows"] for source in document["sources"])
+    rows, n_sources = sum(source["rows"] for source in document["sources"]), len(document["sources"])
     yield TextLine(
         f"  {document['file']}: a projection onto {document['dimensions']} dimensions of {document['encoder']}, from "
-        f"{rows} patches of {len(document['sources'])} sources; SHA-256 {document['digest'][:16]}"
+        f"{rows} patches of {n_sources} source{'' if n_sources == 1 else 's'}; SHA-256 {document['digest'][:16]}"
     )
     if skipped := document["excluded"]:
         yield TextLine(f"  {len(skipped)} other files were skipped{_name_examples(skipped)}", "yellow")
