@@ -18,7 +18,8 @@ from statistics import median
 import numpy as np
 
 from wsi_fl.privacy.accounting import Mechanism
-from wsi_fl.privacy.ledger import PrivacyLedger, PrivacyTerms
+from wsi_fl.privacy.guarantee import PrivacyTerms
+from wsi_fl.privacy.ledger import PrivacyLedger
 
 _ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.25, steps=4)
 _REPEATS = 5
