@@ -98,7 +98,7 @@ class PrivacyTerms:
                 f"{path}: this is the ledger of a real hospital, and sites/{site}.toml says real = false; "
                 "say real = true, or simulate under another name"
             )
-        if other := collect_units(scope) - {self.unit}:
+        if other := {str(e.unit) for e in scope if e.mechanism} - {self.unit}:
             raise WsiFlError(
                 f"{path}: the account of site {site} counts ε per {other.pop()}, this run per {self.unit}, and the two "
                 "do not add up; keep the privacy.unit that the site began with"
@@ -164,12 +164,13 @@ class RoundHistory:
                 self._record_round(entry)
 
     def _add_guarantee(self, entry: LedgerEntry) -> None:
-        is_unprotected = entry.is_unprotected
-        self.units |= collect_units([entry])
-        self._has_unprotected |= is_unprotected
-        self._has_known_noise |= bool(entry.mechanism and entry.insecure)
-        if entry.mechanism or is_unprotected:
-            self._guarantees.add("none" if entry.insecure or is_unprotected else entry.guarantee)
+        if entry.mechanism:
+            self.units.add(str(entry.unit))
+            self._guarantees.add("none" if entry.insecure else entry.guarantee)
+            self._has_known_noise |= entry.insecure
+        elif entry.is_unprotected:
+            self._guarantees.add("none")
+            self._has_unprotected = True
 
     def _finish_round(self, entry: LedgerEntry) -> None:
         current = self._current.get((entry.site, entry.run_id))
@@ -285,8 +286,3 @@ def count_attempts(entries: Iterable[LedgerEntry], site: str, approved: str) -> 
     """Return the number of rounds of all runs in which a model could leave a site under one approval ("" for none)."""
     under = [e for e in entries if (e.site, e.approved) == (site, approved) and e.released]
     return len({(e.run_id, e.round) for e in under if str(e.released).startswith("model ")})
-
-
-def collect_units(entries: Iterable[LedgerEntry]) -> set[str]:
-    """Return the privacy units in use: "row", "patient", or both."""
-    return {str(e.unit) for e in entries if e.mechanism}

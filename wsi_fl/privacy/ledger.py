@@ -7,11 +7,12 @@ budget for its lifetime, over all runs and seeds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,13 @@ from wsi_fl.privacy.ledger_file import (
     run_id,
 )
 from wsi_fl.types import WsiFlError
+
+_Scope = Literal["run", "cost", "lifetime"]
+"""Lines of this run, of all runs whose cost is part of this run's, or of all that count over the site's lifetime."""
+
+
+def _cost_scope(*, lifetime: bool) -> _Scope:
+    return "lifetime" if lifetime else "cost"
 
 
 class PrivacyLedger:
@@ -71,8 +79,9 @@ class PrivacyLedger:
         self.references = {key: value for key, value in references.items() if value}
         self._counted_runs = {run_id(run), *map(run_id, includes)}
         self._file = LedgerFile(path, heads)
-        self._n_checked = self._n_counted = 0  # lines
-        self._run_history, self._cost_history, self._lifetime_history = RoundHistory(), RoundHistory(), RoundHistory()
+        self._histories: defaultdict[_Scope, RoundHistory] = defaultdict(RoundHistory)
+        self._n_counted: Counter[_Scope] = Counter()  # lines of the file in each history, or left out of it
+        self._n_checked = 0
         self._check_account()
 
     @property
@@ -82,7 +91,7 @@ class PrivacyLedger:
 
     def list_mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
         """Return the mechanisms applied in this run and its included runs, or over the site's lifetime."""
-        return self._update_history(lifetime=lifetime).list_mechanisms()
+        return self._update_history(_cost_scope(lifetime=lifetime)).list_mechanisms()
 
     def max_tpr(self) -> float | None:
         """Return the largest true positive rate at a false positive rate of 1 % in this run; None without guarantee."""
@@ -94,7 +103,7 @@ class PrivacyLedger:
 
     def count_rounds(self) -> int:
         """Return the number of rounds of this run on the account."""
-        return self._update_run_history().n_charged
+        return self._update_history("run").n_charged
 
     def last_plan(self) -> dict[str, Any] | None:
         """Return the fields of this run's last recorded privacy plan; None before the first round."""
@@ -109,14 +118,14 @@ class PrivacyLedger:
 
         Over a lifetime none holds where noise came from a known seed.
         """
-        history = self._update_history(lifetime=lifetime)
+        history = self._update_history(_cost_scope(lifetime=lifetime))
         if history.units - {self.terms.unit}:
             return None
         return history.compute_epsilon(self.terms.delta, seeded=not lifetime)
 
     def guarantee(self, *, lifetime: bool = False) -> Guarantee:
         """Return the guarantee of ε: the weakest among all its rounds."""
-        history = self._update_history(lifetime=lifetime)
+        history = self._update_history(_cost_scope(lifetime=lifetime))
         if history.has_spent and self.epsilon(lifetime=lifetime) is None:
             return "none"
         return history.weakest_guarantee(self.terms.guarantee)
@@ -127,7 +136,7 @@ class PrivacyLedger:
 
     def last_round(self) -> int:
         """Return the last recorded round of this run; 0 before the first."""
-        return self._update_run_history().last_round
+        return self._update_history("run").last_round
 
     def record_transmission(self, round_: int, *digests: str) -> None:
         """Record that a round is final: content of these SHA-256 is about to leave, so it is never trained again."""
@@ -154,7 +163,7 @@ class PrivacyLedger:
 
     def _find_round(self, number: int) -> LedgerRound | None:
         """Return the current record of a round of this run."""
-        return self._update_run_history().find_round(number)
+        return self._update_history("run").find_round(number)
 
     def _require_newest(self, round_: int, sha256: str) -> None:
         current = self._find_round(round_)
@@ -166,7 +175,7 @@ class PrivacyLedger:
 
     def last_final_round(self) -> int:
         """Return the last final round of this run; 0 before the first."""
-        return self._update_run_history().last_final_round
+        return self._update_history("run").last_final_round
 
     def fits_budget(self, round_: int, mechanism: Mechanism) -> bool:
         """Return whether `mechanism` in this round, on top of the past, stays within max_epsilon.
@@ -186,10 +195,10 @@ class PrivacyLedger:
         # only lines read since the last check: one that fits the terms does so for good
         binding = self.terms.lifetime and self.terms.max_epsilon is not None
         entries = self._file.entries[self._n_checked :]
-        scope = self._select_scope(entries, lifetime=binding)
+        scope = self._select_entries(entries, _cost_scope(lifetime=binding))
         self.terms.check_account(entries, scope, path=self.path, site=self.site)
         promise = self.references.get("promise")
-        if promise and {e.promise for e in self._select_run(entries, self.run) if e.promise} - {promise}:
+        if promise and {e.promise for e in self._select_entries(entries, "run") if e.promise} - {promise}:
             raise WsiFlError(
                 f"{self.path}: sites/{self.site}/site.toml of run {self.run} is not the one it began with; put that "
                 "file back, or start a new run"
@@ -211,7 +220,7 @@ class PrivacyLedger:
     def _epsilon_with(self, round_: int, mechanism: Mechanism) -> float:
         """Return ε once this round has been recorded."""
         entry = LedgerEntry.model_validate(self._build_entry(round_, mechanism, "") | {"prev": "0" * 64})
-        return self._update_history(lifetime=self.terms.lifetime).epsilon_with(entry, self.terms.delta)
+        return self._update_history(_cost_scope(lifetime=self.terms.lifetime)).epsilon_with(entry, self.terms.delta)
 
     def record(self, round_: int | None, mechanism: Mechanism | None, content: str = "") -> int:
         """Record one round of training under `mechanism`, and `content` if that leaves the site; return its number.
@@ -241,34 +250,24 @@ class PrivacyLedger:
         entry: dict[str, object] = {"time": datetime.now(UTC).isoformat(timespec="seconds")} | self._line_head(round_)
         return entry | self.terms.ledger_fields(mechanism, content) | self.references
 
-    def _update_history(self, *, lifetime: bool) -> RoundHistory:
-        """Return the rounds that count towards ε; over a lifetime also the newest of other processes."""
-        if lifetime:
+    def _update_history(self, scope: _Scope) -> RoundHistory:
+        """Return the rounds in a scope, those in lines read since included; over a lifetime also of other processes."""
+        if scope == "lifetime":
             self._file.catch_up()
-        self._update_run_history()
-        return self._lifetime_history if lifetime else self._cost_history
+        history, entries = self._histories[scope], self._file.entries
+        history.add_entries(self._select_entries(entries[self._n_counted[scope] :], scope))
+        self._n_counted[scope] = len(entries)
+        return history
 
-    def _update_run_history(self) -> RoundHistory:
-        """Return the rounds of this run, after all lines were counted that were read since."""
-        entries = self._file.entries[self._n_counted :]
-        self._n_counted += len(entries)
-        self._run_history.add_entries(self._select_run(entries, self.run))
-        self._cost_history.add_entries(self._select_scope(entries, lifetime=False))
-        self._lifetime_history.add_entries(self._select_scope(entries, lifetime=True))
-        return self._run_history
-
-    def _select_scope(self, entries: Sequence[LedgerEntry], *, lifetime: bool) -> list[LedgerEntry]:
-        """Return the lines that count towards ε."""
-        if lifetime:
+    def _select_entries(self, entries: Sequence[LedgerEntry], scope: _Scope) -> list[LedgerEntry]:
+        if scope == "lifetime":
             return lifetime_entries(entries, self.terms.unit) if self.terms.lifetime else list(entries)
-        return [e for e in entries if e.site == self.site and e.run_id in self._counted_runs]
-
-    def _select_run(self, entries: Iterable[LedgerEntry], run: str) -> list[LedgerEntry]:
-        return [e for e in entries if e.site == self.site and e.run_id == run_id(run)]
+        runs = self._counted_runs if scope == "cost" else {run_id(self.run)}
+        return [e for e in entries if e.site == self.site and e.run_id in runs]
 
     def entries_of_run(self, run: str) -> list[LedgerEntry]:
         """Return the lines of this site in a run."""
-        return self._select_run(self._file.entries, run)
+        return [e for e in self._file.entries if e.site == self.site and e.run_id == run_id(run)]
 
     def release(
         self,
