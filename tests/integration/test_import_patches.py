@@ -79,7 +79,22 @@ def test_images_of_one_patient_are_in_one_split(study, tmp_path):
     assert set(patients_of(study, "train")) | set(patients_of(study, "test")) == {f"p{k}" for k in range(5)}
     assert not set(patients_of(study, "train")) & set(patients_of(study, "test"))
     table.write_text("slide,patient\nADI-00,p0\n")
-    refused(lambda: brought(study, tmp_path / "BACH", labels=table), "t.csv: no row of image ADI-01; add its patient")
+    refused(
+        lambda: brought(study, tmp_path / "BACH", labels=table), "t.csv: no row of image ADI/ADI-01; add its patient"
+    )
+
+
+def test_equal_names_in_two_classes_are_two_patients_and_two_rows(study, tmp_path):
+    folder = tmp_path / "BACH"
+    for name in ("Benign", "InSitu"):
+        class_folders(folder, (name,), 5)
+        for path in (folder / name).iterdir():
+            path.rename(path.with_name(path.name.removeprefix(f"{name}-")))
+    assert brought(study, folder)["patients"] == 10
+    table = tmp_path / "t.csv"
+    rows = [f"{name}/{number:02},{name}" for name in ("Benign", "InSitu") for number in range(5)]
+    table.write_text("\n".join(["slide,patient", *rows]))
+    assert brought(study, folder, labels=table)["patients"] == 2
 
 
 def test_pcams_files_keep_their_test_set_and_their_slides(study, tmp_path):

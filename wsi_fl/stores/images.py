@@ -53,7 +53,7 @@ class ImageSet:
     """n labelled images of one size: uint8[n, h, w, c] with c = 1 (grey) or 3 (RGB), labels int64[n].
 
     Attributes:
-        names: of each image's file, or of the slide that it was cut from; empty if unknown.
+        names: of each image's file, after its folder's, or of its slide in PCam; empty if unknown.
     """
 
     x: NDArray[np.uint8]
@@ -270,7 +270,7 @@ def _read_class_folders(folder: Path, size_px: int | None) -> ImageDataSet:
     files = [[(path, k) for k, name in enumerate(classes) for path in _list_files(root / name)] for root in roots]
     labels = [np.array([k for _, k in part], np.int64) for part in files]
     x = _read_pictures(folder, [path for part in files for path, _ in part], size_px)
-    names = [tuple(path.stem for path, _ in part) for part in files]
+    names = [tuple(f"{path.parent.name}/{path.stem}" for path, _ in part) for part in files]
     parts = [ImageSet(*part) for part in zip(np.split(x, [len(labels[0])]), labels, names, strict=False)]
     return ImageDataSet(parts[0], parts[1] if len(parts) > 1 else None, classes)
 

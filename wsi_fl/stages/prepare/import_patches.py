@@ -42,7 +42,8 @@ def import_patches(
     so; without any, patients are drawn (`slides.test_fraction`).
 
     Args:
-        labels: a table of images (column slide: the file's name without its suffix, or PCam's slide) and patients.
+        labels: a table of patients and images (column slide: the file's name without its suffix, after its folder's and
+            a slash where names repeat, or PCam's slide).
         size_px: scales images to squares of this size.
 
     Raises:
@@ -73,9 +74,10 @@ def import_patches(
 def _list_patients(images: ImageSet, by_image: dict[str, str] | None, table: Path | None, split: str) -> list[str]:
     names = images.names or tuple(str(row) for row in range(len(images)))
     if by_image is not None:
-        if missing := next((name for name in names if name not in by_image), None):
-            raise UsageError(f"{table}: no row of image {missing}; add its patient")
-        return [by_image[name] for name in names]
+        patients = [by_image.get(name) or by_image.get(name.rpartition("/")[2]) for name in names]
+        if None in patients:
+            raise UsageError(f"{table}: no row of image {names[patients.index(None)]}; add its patient")
+        return list(map(str, patients))
     is_slide = len(set(names)) < len(names)  # PCam's; names of files are of one image each
     return list(names) if is_slide else [f"{split}_{name}" for name in names]
 
