@@ -220,4 +220,4 @@ def test_a_damaged_file_excludes_its_slide_in_one_line(study, tmp_path, made, fo
 @pytest.mark.parametrize("form", ["atlaspatch", "slide2vec", "slideflow", "eva"])
 def test_a_folder_without_such_files_is_refused(study, tmp_path, form):
     (tmp_path / "empty").mkdir()
-    refused(lambda: brought(study, form, tmp_path / "empty"), "in it" if form != "eva" else "manifest.csv")
+    refused(lambda: brought(study, form, tmp_path / "empty"), "empty: no ", " in it")

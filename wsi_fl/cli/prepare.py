@@ -177,12 +177,12 @@ def show_encoders(
 def import_features(
     site: Annotated[str, Option(help="The site of the feature store.")],
     source: Annotated[Path, Option("--from", metavar="DIR", help="Where the features are.")],
-    labels: Annotated[
-        Path, Option(metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split.")
-    ],
     form: Annotated[
-        str, Option("--format", help="trident, clam, stamp, anndata, atlaspatch, slide2vec, slideflow or eva.")
+        str, Option("--format", help="trident, clam, stamp, anndata, atlaspatch, slide2vec, slideflow, eva or patches.")
     ],
+    labels: Annotated[
+        Path | None, Option(metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split.")
+    ] = None,
     encoder: Annotated[str | None, Option(help="Encoder of the features, where the files lack it.")] = None,
     patch_px: Annotated[int | None, Option(min=1, help="Side of a patch in pixels, where the files lack it.")] = None,
     mpp: Annotated[float | None, Option(min=1e-3, help="µm per pixel of the patches, where the files lack it.")] = None,
@@ -194,11 +194,20 @@ def import_features(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Import features of TRIDENT, CLAM, STAMP, slide2vec and others as a site's feature store."""
+    """Import features of TRIDENT, CLAM, STAMP, slide2vec and others, or patches cut elsewhere, as a site's store."""
     study = find_study()
     from wsi_fl.stages.prepare.import_export import ImportFacts, import_features
-    from wsi_fl.stages.prepare.slide_lists import render_mosaic_lines
+    from wsi_fl.stages.prepare.import_patches import import_patches, render_patches_lines
+    from wsi_fl.stages.prepare.slide_lists import Scope, render_mosaic_lines
+    from wsi_fl.stages.runtime.hints import partition_hint
 
+    if form == "patches":
+        scope: Scope = {"site": site, "pipeline_name": pipeline, "overrides": overrides or []}
+        images = import_patches(study, source, labels=labels, size_px=patch_px, mpp=mpp, **scope)
+        print_document(images, as_json, lambda document: [*render_patches_lines(document), partition_hint(study)])
+        return
+    if labels is None:
+        raise UsageError("--labels names a table of slides, patients and labels")
     work = partial(
         import_features,
         study,

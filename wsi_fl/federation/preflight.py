@@ -144,7 +144,7 @@ def _compare_vectors(documents: Sequence[Mapping[str, Any]]) -> tuple[list[str],
     differences = [_SAME] * len(documents)
     by_spec: dict[Any, list[int]] = {}
     for site, document in enumerate(documents):
-        spec = (document.get("size_px"), f"{document.get('mpp'):.3g}") if document.get("golden") else None
+        spec = (document.get("size_px"), f"{document.get('mpp') or 0:.3g}") if document.get("golden") else None
         by_spec.setdefault(spec, []).append(site)
     is_complete = len(by_spec) == 1 and None not in by_spec
     by_spec.pop(None, None)

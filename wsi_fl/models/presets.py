@@ -141,9 +141,9 @@ def _virchow_preset(n_parameters: int, hub_id: str, licence: str, mpp: tuple[flo
     )
 
 
-def _h_optimus_preset(hub_id: str, licence: str) -> Preset:
+def _giant_preset(hub_id: str, licence: str, transform: Transform = _BIOPTIMUS, **more: Any) -> Preset:
     name = "vit_giant_patch14_reg4_dinov2"
-    return Preset(name, 1536, 1134774272, _BIOPTIMUS, hub_id, licence, arguments=_SCALED)
+    return Preset(name, 1536, 1134774272, transform, hub_id, licence, arguments=_SCALED, **more)
 
 
 def _kaiko_preset(name: str, n_features: int, n_parameters: int, on_hub: str = "", **arguments: Any) -> Preset:
@@ -164,12 +164,7 @@ def _hibou_preset(name: str, n_features: int, n_parameters: int, hub_id: str, ml
 _OWKIN = "Owkin non-commercial"
 _BUILTIN_PRESETS = {
     "gigapath-flash": Preset(
-        "vit_small_patch16_224",
-        384,
-        21681024,
-        _GIGAPATH,
-        "prov-gigapath/prov-gigapath-flash",
-        _APACHE,
+        *("vit_small_patch16_224", 384, 21681024, _GIGAPATH, "prov-gigapath/prov-gigapath-flash", _APACHE),
         arguments={**_SCALED, "mlp_ratio": 2048 / 384},
         swiglu=True,
     ),
@@ -192,8 +187,8 @@ _BUILTIN_PRESETS = {
     ),
     "virchow": _virchow_preset(631229184, "paige-ai/Virchow", _APACHE, (0.5,)),
     "virchow2": _virchow_preset(631239424, "paige-ai/Virchow2", _NO_DERIVATIVES, _ALL_MPP, reg_tokens=4),
-    "h-optimus-0": _h_optimus_preset("bioptimus/H-optimus-0", _APACHE),
-    "h-optimus-1": _h_optimus_preset("bioptimus/H-optimus-1", _ON_CARD),
+    "h-optimus-0": _giant_preset("bioptimus/H-optimus-0", _APACHE),
+    "h-optimus-1": _giant_preset("bioptimus/H-optimus-1", _ON_CARD),
     "h0-mini": Preset(
         "vit_base_patch14_reg4_dinov2",
         1536,
@@ -228,24 +223,11 @@ _BUILTIN_PRESETS = {
     "midnight-12k": Preset(
         "vit_giant_patch14_dinov2", 3072, 1134769664, _HALF, "kaiko-ai/midnight", "MIT", _ALL_MPP, _CLASS_AND_MEAN, _224
     ),
-    "openmidnight": Preset(
-        "vit_giant_patch14_reg4_dinov2",
-        1536,
-        1134774272,
-        _IMAGENET,
-        "SophontAI/OpenMidnight",
-        _ON_CARD,
-        (),
-        arguments=_SCALED,
-        hub_files=("teacher_checkpoint_load.pt",),
+    "openmidnight": _giant_preset(
+        *("SophontAI/OpenMidnight", _ON_CARD, _IMAGENET), mpp=(), hub_files=("teacher_checkpoint_load.pt",)
     ),
     "gpfm": Preset(
-        "vit_large_patch14_dinov2",
-        1024,
-        303227904,
-        _IMAGENET_BICUBIC,
-        "majiabo/GPFM",
-        "MIT",
+        *("vit_large_patch14_dinov2", 1024, 303227904, _IMAGENET_BICUBIC, "majiabo/GPFM", "MIT"),
         arguments=_SCALED,
         hub_files=("GPFM.pth",),
     ),

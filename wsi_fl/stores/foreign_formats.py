@@ -26,8 +26,9 @@ a tile; `uns/slide_properties` with `mpp` of the slide. All but `X` may be missi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +44,13 @@ from wsi_fl.stores.foreign_slides import (
     ForeignSlide,
     check_features,
     check_places,
+    find_files,
     index_by_slide,
     list_files,
     read_number,
     several_folders_message,
 )
-from wsi_fl.stores.foreign_tensors import (
-    find_eva,
-    find_slide2vec,
-    find_slideflow,
-    read_slide2vec,
-    read_slideflow,
-    read_tensor,
-)
+from wsi_fl.stores.foreign_tensors import find_slide2vec, read_slide2vec, read_slideflow, read_tensor
 from wsi_fl.stores.foreign_writers import EXTRA_COLUMNS, TRIDENT_PREFIX, write_clam, write_stamp, write_trident
 from wsi_fl.stores.hdf5 import find_entry, has_entry, open_hdf5, read_dataset, read_group
 from wsi_fl.system.files import refuse_unavailable
@@ -117,18 +112,6 @@ def _find_clam(folder: Path) -> dict[str, Path]:
     return dict(sorted(slide_files.items()))
 
 
-def _find_stamp(folder: Path) -> dict[str, Path]:
-    if not (files := list_files(folder, ".h5", is_deep=True)):
-        raise UsageError(f"{folder}: no .h5 file in it")
-    return index_by_slide(folder, files)
-
-
-def _find_anndata(folder: Path) -> dict[str, Path]:
-    if not (files := list_files(folder, ".h5ad")):
-        raise UsageError(f"{folder}: {_NO_H5AD}")
-    return index_by_slide(folder, files)
-
-
 def _read_trident(path: Path) -> ForeignSlide:
     with _open_foreign(path) as file:
         dataset = read_dataset(file, "features")
@@ -158,12 +141,6 @@ def _parse_facts(attrs: Mapping[str, Any], encoder: str | None) -> FileFacts:
         nominal=stated_mpp is None and mpp is not None,
         mpp_l0=mpp_l0,
     )
-
-
-def _find_atlaspatch(folder: Path) -> dict[str, Path]:
-    if not (files := list_files(folder, ".h5") or list_files(folder / "patches", ".h5")):
-        raise UsageError(f"{folder}: no patches/<slide>.h5 in it")
-    return index_by_slide(folder, files)
 
 
 def _read_atlaspatch(path: Path, encoder: str | None = None) -> ForeignSlide:
@@ -260,14 +237,20 @@ def _read_stated(file: h5py.File, name: str, keys: Sequence[str]) -> dict[str, f
     return {key: float(value.item()) for key, value in stated.items() if value.size == 1}
 
 
-_NO_H5AD = 'no .h5ad file in it; LazySlide writes one with wsi.fetch.features_anndata("uni").write_h5ad("SLIDE.h5ad")'
+_LAZYSLIDE = 'LazySlide writes one with wsi.fetch.features_anndata("uni").write_h5ad("SLIDE.h5ad")'
+
+
+def _find(suffix: str, missing: str) -> Callable[[Path], dict[str, Path]]:
+    return partial(find_files, suffix=suffix, missing=missing)
+
+
 LAYOUTS = {
     "clam": FeatureLayout(_find_clam, _read_clam, write_clam),
     "trident": FeatureLayout(_find_trident, _read_trident, write_trident),
-    "stamp": FeatureLayout(_find_stamp, _read_stamp, write_stamp),
-    "anndata": FeatureLayout(_find_anndata, _read_anndata),
-    "atlaspatch": FeatureLayout(_find_atlaspatch, _read_atlaspatch, takes_encoder=True),
+    "stamp": FeatureLayout(_find(".h5", ".h5 file"), _read_stamp, write_stamp),
+    "anndata": FeatureLayout(_find(".h5ad", f".h5ad file ({_LAZYSLIDE})"), _read_anndata),
+    "atlaspatch": FeatureLayout(_find(".h5", "patches/<slide>.h5"), _read_atlaspatch, takes_encoder=True),
     "slide2vec": FeatureLayout(find_slide2vec, read_slide2vec),
-    "slideflow": FeatureLayout(find_slideflow, read_slideflow),
-    "eva": FeatureLayout(find_eva, read_tensor),
+    "slideflow": FeatureLayout(_find(".pt", "<slide>.pt with bags_config.json"), read_slideflow),
+    "eva": FeatureLayout(_find(".pt", "manifest.csv with .pt files"), read_tensor),
 }

@@ -135,6 +135,17 @@ def _relative_parts(path: Path, folder: Path) -> list[Path]:
     return [Path(part) for part in path.relative_to(folder).parts]
 
 
+def find_files(folder: Path, suffix: str, missing: str) -> dict[str, Path]:
+    """Return the file of each slide in or below a folder by name.
+
+    Raises:
+        UsageError: without any, or when a slide has two.
+    """
+    if not (files := list_files(folder, suffix, is_deep=True)):
+        raise UsageError(f"{folder}: no {missing} in it")
+    return index_by_slide(folder, files)
+
+
 def index_by_slide(folder: Path, files: Iterable[Path]) -> dict[str, Path]:
     """Return the file of each slide by name.
 

@@ -34,14 +34,13 @@ from wsi_fl.stores.foreign_slides import (
     ForeignSlide,
     check_features,
     check_places,
-    index_by_slide,
+    find_files,
     list_files,
     read_number,
-    several_folders_message,
 )
 from wsi_fl.stores.images import UNREADABLE, read_npz
 from wsi_fl.system.files import refuse_unavailable, require_regular_file
-from wsi_fl.types import UsageError, WsiFlError, single_line
+from wsi_fl.types import WsiFlError, single_line
 
 _SLIDE2VEC_FOLDERS = ("tile_embeddings", "slide_embeddings", "patient_embeddings", "image_embeddings")
 _SLIDEFLOW_CONFIG = "bags_config.json"
@@ -127,22 +126,11 @@ def _read_section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def find_slide2vec(folder: Path) -> dict[str, Path]:
-    """Return slide2vec's files in a folder or, of a run's folder, in the first of its kinds of vectors.
-
-    Raises:
-        UsageError: without any, or for several folders of them.
-    """
-    places = [folder, *(folder / name for name in _SLIDE2VEC_FOLDERS)]
-    for place in filter(Path.is_dir, places):
-        if metas := list_files(place, ".json"):
-            payloads = {path.stem: path for suffix in (".npz", ".pt") for path in list_files(place, suffix)}
-            names = [path.name.removesuffix(".meta.json") for path in metas if path.name.endswith(".meta.json")]
-            if files := [payloads[name] for name in names if name in payloads]:
-                return index_by_slide(place, files)
-        classes = sorted(path.name for path in place.iterdir() if path.is_dir() and list_files(path, ".json"))
-        if place != folder and classes:
-            raise UsageError(f"{place}: {several_folders_message(classes)}")
-    raise UsageError(f"{folder}: no tile_embeddings/<slide>.pt with its .meta.json in it")
+    """Return slide2vec's files in a folder or, of a run's folder, in the first of its kinds of vectors."""
+    kinds = (folder / name for name in _SLIDE2VEC_FOLDERS)
+    place = next((kind for kind in kinds if kind.is_dir()), folder)
+    suffix = ".npz" if list_files(place, ".npz", is_deep=True) else ".pt"
+    return find_files(place, suffix, "tile_embeddings/<slide>.pt with its .meta.json")
 
 
 def read_slide2vec(path: Path) -> ForeignSlide:
@@ -178,17 +166,6 @@ def read_slide2vec(path: Path) -> ForeignSlide:
     return ForeignSlide(features, xy, facts)
 
 
-def find_slideflow(folder: Path) -> dict[str, Path]:
-    """Return Slideflow's bags in a folder with their configuration.
-
-    Raises:
-        UsageError: without any.
-    """
-    if not (folder / _SLIDEFLOW_CONFIG).is_file() or not (files := list_files(folder, ".pt")):
-        raise UsageError(f"{folder}: no <slide>.pt beside a {_SLIDEFLOW_CONFIG} in it")
-    return index_by_slide(folder, files)
-
-
 def read_slideflow(path: Path) -> ForeignSlide:
     """Read a bag, and what its folder's configuration says; a stain normaliser becomes part of the encoder's name.
 
@@ -212,14 +189,3 @@ def read_slideflow(path: Path) -> ForeignSlide:
         return ForeignSlide(features, None, facts)
     centres = check_places(_read_arrays(index, "arr_0")[0], len(features), path.name)
     return ForeignSlide(features, centres, facts, half_um=extent_um / 2)
-
-
-def find_eva(folder: Path) -> dict[str, Path]:
-    """Return eva's files below a folder with a manifest.
-
-    Raises:
-        UsageError: without any.
-    """
-    if not (folder / "manifest.csv").is_file() or not (files := list_files(folder, ".pt", is_deep=True)):
-        raise UsageError(f"{folder}: no manifest.csv with .pt files beside it or below")
-    return index_by_slide(folder, files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,10 +50,15 @@ _MAX_CLASSES = 10_000
 
 @dataclass(frozen=True)
 class ImageSet:
-    """n labelled images of one size: uint8[n, h, w, c] with c = 1 (grey) or 3 (RGB), labels int64[n]."""
+    """n labelled images of one size: uint8[n, h, w, c] with c = 1 (grey) or 3 (RGB), labels int64[n].
+
+    Attributes:
+        names: of each image's file, after its folder's, or of its slide in PCam; empty if unknown.
+    """
 
     x: NDArray[np.uint8]
     y: NDArray[np.int64]
+    names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.y)
@@ -72,23 +78,28 @@ def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
 
     MedMNIST's names of arrays are known too; its validation images are not read. A folder holds the files of MNIST or
     of a data set in its format, as they are or as `.gz`, or one subfolder of images per class, or `train/` and `test/`
-    with these. Pixels are uint8, or floats in [0, 1]. With `size_px` images are scaled to squares of that size; without
-    it they must be squares.
+    with these, or PCam's files: `*_train_x.h5` and `*_train_y.h5`, the same of `test`, and `*_meta.csv`. Pixels are
+    uint8, or floats in [0, 1]. With `size_px` images are scaled to squares of that size; without it they must be
+    squares.
 
     Raises:
         UsageError: when the data are missing, of another form, not squares of one size, or more than fits into memory.
     """
     if size_px is not None and not 1 <= size_px <= _MAX_SIDE_PX:
         raise UsageError(f"--size-px must be at least 1, and at most {_MAX_SIDE_PX}")
-    if path.is_dir() and _find_idx(path, _IDX_NAMES["x_train"]) is None:
+    is_pcam = path.is_dir() and _find_pcam(path, "train_x.h5") is not None
+    if path.is_dir() and not is_pcam and _find_idx(path, _IDX_NAMES["x_train"]) is None:
         return _read_class_folders(path, size_px)
     if not path.is_dir() and not path.is_file():  # or a pipe, which would be waited for
         raise UsageError(f"{path}: no such file or folder")
     arrays = _read_arrays(path)
+    slides = {part: _read_pcam_slides(path, part) if path.is_dir() else () for part in ("train", "test")}
     pairs = {"train": ("x_train", "y_train"), "test": ("x_test", "y_test")}
     if "x_train" not in arrays:
         pairs = {"train": ("x", "y")}
-    sets = {name: _build_images(path, arrays, x, y, size_px) for name, (x, y) in pairs.items() if x in arrays}
+    sets = {
+        name: _build_images(path, arrays, x, y, size_px, slides[name]) for name, (x, y) in pairs.items() if x in arrays
+    }
     if "train" not in sets:
         raise UsageError(f"{path}: has {', '.join(sorted(arrays)) or 'nothing'}; needs x and y, or x_train and y_train")
     n_classes = max(int(images.y.max()) for images in sets.values()) + 1
@@ -130,6 +141,24 @@ def _read_hdf5(path: Path) -> _Arrays:
         return {name: node[()] for name, node in nodes.items()}
 
 
+def _find_pcam(folder: Path, ending: str) -> Path | None:
+    """Return PCam's file of this ending in the folder, or None."""
+    return next(iter(drop_companions(folder.glob(f"*_{ending}"))), None)
+
+
+def _read_pcam(folder: Path) -> _Arrays:
+    files = {f"{kind}_{part}": _find_pcam(folder, f"{part}_{kind}.h5") for part in ("train", "test") for kind in "xy"}
+    return {name: next(iter(_read_hdf5(file).values())) for name, file in files.items() if file is not None}
+
+
+def _read_pcam_slides(folder: Path, part: str) -> tuple[str, ...]:
+    """Return the slide of each image of PCam's training or test images; () where its table is missing."""
+    if (table := _find_pcam(folder, f"{part}_meta.csv")) is None:
+        return ()
+    with table.open(newline="", encoding="utf-8") as file:
+        return tuple(row.get("wsi") or "" for row in csv.DictReader(file))
+
+
 def _find_idx(folder: Path, name: str) -> Path | None:
     """Return the file of this name in the folder, or its gzip-compressed one, or None."""
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
@@ -164,7 +193,8 @@ def _read_arrays(path: Path) -> _Arrays:
     read: Callable[[Path], _Arrays]
     kind, read = "npz file", partial(read_npz, names=_ARRAY_NAMES)
     if path.is_dir():
-        kind, read = "copy of MNIST's four files", _read_idx
+        is_pcam = _find_pcam(path, "train_x.h5") is not None
+        kind, read = ("copy of PCam's files", _read_pcam) if is_pcam else ("copy of MNIST's four files", _read_idx)
     elif path.suffix.lower() in _HDF5:
         kind, read = "HDF5 file", _read_hdf5
     try:
@@ -177,19 +207,23 @@ def _read_arrays(path: Path) -> _Arrays:
     return {_MEDMNIST_NAMES.get(name, name): array for name, array in arrays.items()}
 
 
-def _build_images(path: Path, arrays: Mapping[str, Any], x: str, y: str, size_px: int | None) -> ImageSet:
+def _build_images(
+    path: Path, arrays: Mapping[str, Any], x: str, y: str, size_px: int | None, names: tuple[str, ...] = ()
+) -> ImageSet:
     if y not in arrays:
         raise UsageError(f"{path}: has {x} but no {y}")
     pixels, labels = _convert_pixels(np.asarray(arrays[x]), f"{path}: {x}"), np.asarray(arrays[y])
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
+    if labels.size == len(labels):  # [n, 1], and [n, 1, 1, 1] of PCam
+        labels = labels.reshape(-1)
     if labels.shape != (len(pixels),) or not np.issubdtype(labels.dtype, np.integer):
         raise UsageError(f"{path}: {y} must be one whole number for each of the {len(pixels)} images in {x}")
     if labels.min() < 0:
         raise UsageError(f"{path}: {y} holds negative labels")
     if labels.max() >= _MAX_CLASSES:
         raise UsageError(f"{path}: {y} holds {labels.max()}; number the classes from 0")
-    return ImageSet(_make_square(pixels, size_px, f"{path}: {x}"), labels.astype(np.int64))
+    if names and len(names) != len(labels):
+        raise UsageError(f"{path}: its table has {len(names)} rows for the {len(labels)} images in {x}")
+    return ImageSet(_make_square(pixels, size_px, f"{path}: {x}"), labels.astype(np.int64), names)
 
 
 def _convert_pixels(pixels: NDArray[Any], where: str) -> NDArray[np.uint8]:
@@ -236,7 +270,8 @@ def _read_class_folders(folder: Path, size_px: int | None) -> ImageDataSet:
     files = [[(path, k) for k, name in enumerate(classes) for path in _list_files(root / name)] for root in roots]
     labels = [np.array([k for _, k in part], np.int64) for part in files]
     x = _read_pictures(folder, [path for part in files for path, _ in part], size_px)
-    parts = [ImageSet(*part) for part in zip(np.split(x, [len(labels[0])]), labels, strict=False)]
+    names = [tuple(f"{path.parent.name}/{path.stem}" for path, _ in part) for part in files]
+    parts = [ImageSet(*part) for part in zip(np.split(x, [len(labels[0])]), labels, names, strict=False)]
     return ImageDataSet(parts[0], parts[1] if len(parts) > 1 else None, classes)
 
 

@@ -45,8 +45,10 @@ _BEAT_S, _SILENT_S = 10.0, 120.0
 another machine a minute late."""
 _RETRY_S, _CACHE_S = 0.2, 1.0
 _DONE = "done"
-_EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT)
-"""Errors of a rename that another process forestalled."""
+_GONE = (errno.ENOENT, errno.ESTALE)
+"""Errors for a file or folder that another process removed."""
+_MAX_ATTEMPTS = 100
+"""To begin a work while other processes begin and end theirs."""
 
 
 class WorkEnded(WsiFlError):
@@ -102,8 +104,12 @@ class SharedWork:
         self._end_event = threading.Event()
 
     def read_key(self) -> WorkKey:
-        with self._require_work():
-            return WorkKey(*json.loads((self.path / "work.json").read_text()))
+        """Return the key of the work; one that nobody has where it is damaged."""
+        content = _read_file(self.path / "work.json")
+        try:
+            return WorkKey(*json.loads(content[0])) if content else WorkKey("", "")
+        except (TypeError, ValueError):
+            return WorkKey("", "")
 
     # items
 
@@ -127,11 +133,9 @@ class SharedWork:
 
     def _is_held(self, claim: Path) -> bool:
         """Return whether the owner of a claim is active."""
-        try:
-            with claim.open() as file:
-                owner, write_time = file.read(), os.fstat(file.fileno()).st_mtime
-        except FileNotFoundError:  # released this moment; the next look finds it free
+        if (content := _read_file(claim)) is None:  # released this moment; the next look finds it free
             return True
+        owner, write_time = content
         if not owner:  # it is being written, or its owner was killed in between
             return self._measure_silence(write_time) < _SILENT_S
         worker = self._find_worker(owner)
@@ -158,10 +162,11 @@ class SharedWork:
 
     def list_items(self, phase: str) -> tuple[set[str], set[str]]:
         """Return the names of the done items of a phase, and those of all claimed ones."""
+        names: list[tuple[str, str, str]] = []
         try:
             names = [path.name.rpartition(".") for path in (self.path / phase).iterdir()]
-        except FileNotFoundError:
-            names = []
+        except OSError as error:
+            _require_gone(error)
         return {item for item, _, kind in names if kind == _DONE}, {item for item, _, _ in names}
 
     def forget_outcomes(self, phase: str, is_wrong: Callable[[str, Any], bool]) -> None:
@@ -220,11 +225,9 @@ class SharedWork:
         return worker
 
     def _read_worker(self, heartbeat: Path) -> Worker | None:
-        try:
-            with heartbeat.open() as file:  # opening asks a network disk for the present state
-                text, write_time = file.read(), os.fstat(file.fileno()).st_mtime
-        except FileNotFoundError:
+        if (content := _read_file(heartbeat)) is None:
             return None
+        text, write_time = content
         try:
             document = json.loads(text)
         except ValueError:  # not yet written whole
@@ -303,14 +306,12 @@ class SharedWork:
         """Raise WorkEnded for a file that is missing because the work has ended."""
         try:
             yield
-        except FileNotFoundError:
-            if self.path.exists():
-                raise
-            raise WorkEnded(
-                f"{self.path.parents[1]}: this process gave no sign of life for {_SILENT_S:.0f} s, and others ended "
-                "the work without it; start it again"
-            ) from None
         except OSError as error:
+            if error.errno in _GONE and not self.path.exists():
+                raise WorkEnded(
+                    f"{self.path.parents[1]}: others ended this work without this process, which gave no sign of life "
+                    f"for {_SILENT_S:.0f} s; start it again"
+                ) from None
             raise_if_full(error, self.path)
             raise
 
@@ -333,18 +334,36 @@ def _temporary_folder(path: Path) -> Path:
     return path.parents[1] / f"{JOBS_FOLDER}.{path.name}"
 
 
+def _require_gone(error: OSError) -> None:
+    """Raise the error again unless a file or folder is gone."""
+    if error.errno not in _GONE:
+        raise error
+
+
+def _read_file(path: Path) -> tuple[str, float] | None:
+    """Return a file's text and the time of its last write; None where it is gone."""
+    try:
+        with path.open() as file:  # opening asks a network disk for the present state
+            return file.read(), os.fstat(file.fileno()).st_mtime
+    except OSError as error:
+        _require_gone(error)
+    return None
+
+
 def _find_work(folder: Path, group: str) -> SharedWork | None:
     """Return the present work on a folder; None where there is none."""
     try:
-        work = SharedWork(next((folder / JOBS_FOLDER).iterdir()), group)
-        work._staging.mkdir()
-    except (FileNotFoundError, StopIteration):
-        return None
-    return work
+        for path in (folder / JOBS_FOLDER).iterdir():
+            work = SharedWork(path, group)
+            work._staging.mkdir()
+            return work
+    except OSError as error:
+        _require_gone(error)
+    return None
 
 
-def _create_work(folder: Path, key: WorkKey) -> None:
-    """Begin a work on a folder, unless another process was faster."""
+def _create_work(folder: Path, key: WorkKey) -> OSError | None:
+    """Begin a work on a folder; return an error where another process was faster, or the folder cannot be written."""
     path = folder / JOBS_FOLDER / secrets.token_hex(6)
     prepared = _temporary_folder(path)
     try:
@@ -357,12 +376,12 @@ def _create_work(folder: Path, key: WorkKey) -> None:
                 shutil.rmtree(other, ignore_errors=True)
         with suppress(OSError):
             path.parent.rmdir()  # left empty by a killed process
-        prepared.rename(path.parent)
+        prepared.rename(path.parent)  # fails where there is one, with an error by file system
     except OSError as error:
         shutil.rmtree(prepared, ignore_errors=True)
         raise_if_full(error, folder)
-        if error.errno not in _EXISTS:
-            raise
+        return error
+    return None
 
 
 @contextmanager
@@ -380,10 +399,14 @@ def join_work(folder: Path, key: WorkKey, label: str, *, group: str = "", wait: 
         WsiFlError: when other work is being done there.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    errors: list[OSError] = []
     while True:
         work = _find_work(folder, group or secrets.token_hex(6))
         if work is None:
-            _create_work(folder, key)
+            if error := _create_work(folder, key):
+                errors.append(error)
+            if len(errors) > _MAX_ATTEMPTS:
+                raise errors[-1]
             continue
         with suppress(WorkEnded):
             work_key, workers = work.read_key(), work.list_workers()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isfinite
@@ -33,8 +33,8 @@ _PROGRESS_FILE = "partition.json"
 """A file in the first site's folder: the number of sites of an unfinished partition."""
 
 
-class _PartitionRow(TypedDict):
-    """A simulated site: numbers of training images, also by class, and of test images."""
+class SiteImages(TypedDict):
+    """A site of images: numbers of training images, also by class, and of test images."""
 
     site: str
     train: int
@@ -51,7 +51,7 @@ class _PartitionDocument(TypedDict):
     seed: int
     classes: list[str]
     copies: list[str]
-    sites: list[_PartitionRow]
+    sites: list[SiteImages]
 
 
 def partition_images(
@@ -90,11 +90,11 @@ def partition_images(
     divide_test = _divide_balanced if balance_test else _divide_all
     test = divide_test(data_set.test.y, n_sites, rng)
     header = f"{_FILE_HEADER}{data.name} --sites {n_sites} --skew {skew} --seed {seed}"
-    rows: list[_PartitionRow] = []
+    rows: list[SiteImages] = []
     with _mark_unfinished(study, sites):
         for site, train_rows, test_rows in zip(sites, train, test, strict=True):
             parts = {"train": train_rows, "test": np.sort(test_rows)}
-            rows.append(_write_store(study, site.name, data_set, parts))
+            rows.append(write_image_store(study, site.name, data_set, parts))
         for site in sites:  # last, so that a site file means a complete store
             write_text(study.site_path(site.name), dump_toml(site.model_copy(update={"allow": None}), header))
     return {
@@ -207,12 +207,24 @@ def _describe_copies(data_set: ImageDataSet) -> list[str]:
     return lines + ([f"{leaks} test images are in training too, so scores are too good"] if leaks else [])
 
 
-def _write_store(
-    study: Study, site: str, data_set: ImageDataSet, splits: dict[str, NDArray[np.int64]]
-) -> _PartitionRow:
-    """Write one shard per split, in which every image counts as a patient; return the row of the document."""
+def write_image_store(
+    study: Study,
+    site: str,
+    data_set: ImageDataSet,
+    splits: Mapping[str, NDArray[np.int64]],
+    *,
+    patients: Mapping[str, Sequence[str]] | None = None,
+    mpp: float = 0.0,
+) -> SiteImages:
+    """Write one shard per split; return the row of the document.
+
+    Args:
+        splits: rows of the training or test images of the data set, by "train" and "test".
+        patients: of all of these images; None where every image counts as one.
+        mpp: µm per pixel, 0 where unknown.
+    """
     size, channels = data_set.train.x.shape[1], data_set.train.x.shape[3]
-    spec = GridSpec(size, 0.0, size)
+    spec = GridSpec(size, mpp, size)
     path = study.store_path(site)
     shards = []
     for split, rows in splits.items():
@@ -220,7 +232,8 @@ def _write_store(
             continue
         images = data_set.train if split == "train" else data_set.test
         assert images is not None
-        table = PatchTable.from_images(images.y[rows], split, [f"{split}_{row}" for row in rows], split)
+        names = [patients[split][row] if patients else f"{split}_{row}" for row in rows]
+        table = PatchTable.from_images(images.y[rows], split, names, split)
         shard = path.parent / "slides" / f"{split}.h5"
         meta = ShardMeta(split, split, split, spec, "")
         batches = (images.x[rows[first : first + _BATCH_ROWS]] for first in range(0, len(rows), _BATCH_ROWS))

@@ -1,0 +1,161 @@
+"""Any number of jobs on one site: real processes that share its slides give the store of one process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+from conftest import refused
+from test_tile import SETTINGS, files_of, flags
+
+from wsi_fl.demo import simulated_slides
+from wsi_fl.stages.prepare.init_study import init_study
+from wsi_fl.stages.prepare.tile import tile_slides
+from wsi_fl.stages.runtime.rank_job import Part
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import JOBS_FOLDER
+from wsi_fl.system.shared_work import WorkKey, join_work
+from wsi_fl.types import WsiFlError
+
+COMMAND = [sys.executable, "-m", "wsi_fl", "tile", "--site", "C1", "--json", *flags(SETTINGS)]
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """Twelve small slides of one hospital."""
+    folder = tmp_path_factory.mktemp("phantom") / "archive"
+    return simulated_slides.simulate_archive(folder, n_sites=1, patients_per_site=6, size_px=512)
+
+
+@pytest.fixture
+def study(archive, tmp_path):
+    init_study(tmp_path / "study", archive=archive)
+    return Study(tmp_path / "study")
+
+
+@pytest.fixture(scope="module")
+def calm(archive, tmp_path_factory):
+    """The site's files as one process makes them, and its row."""
+    root = tmp_path_factory.mktemp("calm") / "study"
+    init_study(root, archive=archive)
+    (row,) = tile_slides(Study(root), site="C1", overrides=SETTINGS)["sites"]
+    return files_of(Study(root)), row
+
+
+def start(study):
+    return subprocess.Popen(COMMAND, cwd=study.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def recorded(study, phase):
+    """Return how many slides of a phase are done in the unfinished work."""
+    return len(list((study.root / "stores" / "C1" / JOBS_FOLDER).glob(f"*/{phase}*/*.done")))
+
+
+def test_jobs_at_once_of_which_one_is_killed_give_the_bytes_of_one_process(study, calm):
+    expected, calm_row = calm
+    jobs = [start(study) for _ in range(3)]
+    while recorded(study, "plans") < 3 and jobs[0].poll() is None:
+        time.sleep(0.002)
+    jobs[0].send_signal(signal.SIGKILL)
+    said = [job.communicate(timeout=120) for job in jobs]
+    assert [job.returncode for job in jobs] == [-signal.SIGKILL, 0, 0], said
+    assert files_of(study) == expected
+    rows = [json.loads(out)["sites"][0] for out, _ in said[1:]]
+    for row in rows:  # whoever closed it: each says what there is, and what it did
+        assert row["closed"] and row["done"] <= 12
+        assert row | {"seconds": 0, "done": 0} == calm_row | {"seconds": 0, "done": 0}
+    assert calm_row["done"] == 12 and sum(row["done"] for row in rows) <= 12
+
+
+def test_a_job_waits_for_slides_of_others_and_takes_those_of_dead_ones(study, calm, capsys):
+    """Another machine holds a slide, and does it while this job waits."""
+    key = seen_key(study)
+    folder = study.root / "stores" / "C1"
+    with join_work(folder, key, "site C1") as other:
+        assert other.claim_item("plans", "patient_000_node_0")
+        job = start(study)
+        while recorded(study, "plans") < 11:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert job.poll() is None and recorded(study, "plans") == 11
+        other.release_claims()
+        out, told = job.communicate(timeout=60)
+    assert job.returncode == 0, told
+    assert f"C1: waiting for 1 slides that other jobs have: process {os.getpid()} on " in told
+    assert json.loads(out)["sites"][0]["done"] == 12
+    assert {name: data for name, data in files_of(study).items() if JOBS_FOLDER not in name} == calm[0]
+
+
+def seen_key(study):
+    """Return the key of the work of `COMMAND`, as a job that is killed leaves it."""
+    job = start(study)
+    while not recorded(study, "plans"):
+        time.sleep(0.002)
+    job.kill()
+    job.communicate()
+    (path,) = (study.root / "stores" / "C1").glob(f"{JOBS_FOLDER}/*/work.json")
+    key = WorkKey(*json.loads(path.read_text()))
+    with join_work(path.parents[2], key, "site C1") as work:
+        work.finish_work()
+    return key
+
+
+def test_jobs_with_other_settings_are_refused_while_one_is_at_work(study):
+    with join_work(study.root / "stores" / "C1", WorkKey("tile", "other"), "site C1"):
+        for overrides in (SETTINGS, [*SETTINGS, "tile.min_tissue=0.3"]):
+            words = "site C1: another wsi-fl command is writing", "with other settings", "wait for it"
+            refused(lambda o=overrides: tile_slides(study, site="C1", overrides=o), *words, error=WsiFlError)
+
+
+def test_parts_do_their_slides_and_the_last_one_closes_the_store(study, calm, wsi_fl):
+    def tile_part(k):
+        done = wsi_fl("tile", "--site", "C1", "--part", f"{k}/3", "--json", *flags(SETTINGS), cwd=study.root)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout), done.stderr
+
+    first, _ = tile_part(2)
+    shards = study.root / "stores" / "C1" / "slides"
+    assert first["sites"] == [] and first["next"] == [] and len(list(shards.glob("*.h5"))) == 4
+    assert first["parts"] == [{"site": "C1", "part": "2/3", "closed": False, "done": 4, "slides": 12, "missing": 8}]
+    done = wsi_fl("tile", "--site", "C1", "--part", "1/3", *flags(SETTINGS), cwd=study.root)
+    line = "part 1/3 is done (4 slides by this job); 4 of 12 slides are missing"
+    assert done.returncode == 0 and line in done.stderr and "`wsi-fl tile --site C1`" in done.stderr
+    assert not study.store_path("C1").exists()
+    last, _ = tile_part(3)
+    assert last["parts"] == [] and last["sites"][0]["closed"] and last["sites"][0]["done"] == 4
+    assert files_of(study) == calm[0]
+    done = wsi_fl("tile", "--site", "C1", "--part", "4/3", cwd=study.root)
+    assert done.returncode == 2 and "--part 4/3" in done.stderr
+
+
+def test_a_call_without_a_part_does_what_is_missing_and_closes(study, calm):
+    tile_slides(study, site="C1", overrides=SETTINGS, part=Part(1, 3))
+    (study.root / "stores" / "C1" / "slides" / "patient_000_node_0.h5").unlink()
+    (row,) = tile_slides(study, site="C1", overrides=SETTINGS)["sites"]
+    assert row["done"] == 9 and files_of(study) == calm[0]
+
+
+def test_ranks_and_plain_jobs_share_one_site(study, calm, as_ranks):
+    job = start(study)
+    document, nothing = as_ranks(2, lambda: tile_slides(study, site="C1", overrides=SETTINGS))
+    out, told = job.communicate(timeout=60)
+    assert job.returncode == 0 and not nothing, told
+    (row,) = document["sites"]
+    assert row["done"] + json.loads(out)["sites"][0]["done"] >= 12
+    assert files_of(study) == calm[0]
+
+
+def test_a_store_that_cannot_be_closed_is_one_line_for_all_jobs_and_begins_anew(study, calm):
+    part = Part(1, 2)
+    tile_slides(study, site="C1", overrides=SETTINGS, part=part)
+    shard = next((study.root / "stores" / "C1" / "slides").glob("*.h5"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    rest = partial(tile_slides, study, site="C1", overrides=SETTINGS, part=Part(2, 2))
+    refused(rest, "run the command again", error=WsiFlError)
+    assert tile_slides(study, site="C1", overrides=SETTINGS)["sites"][0]["closed"]
+    assert files_of(study) == calm[0]

@@ -1,0 +1,129 @@
+"""Patches that were cut elsewhere: folders of classes as of BACH and NCT-CRC-HE-100K, and PCam's files."""
+
+import csv
+import json
+
+import h5py
+import numpy as np
+import pytest
+from conftest import refused
+from PIL import Image
+
+from wsi_fl.stages.prepare.import_patches import import_patches
+from wsi_fl.stores.patch_store import PatchStore
+from wsi_fl.study.folder import Study
+
+
+@pytest.fixture
+def study(tmp_path):
+    root = tmp_path / "study"
+    for folder in ("pipelines", "sites"):
+        (root / folder).mkdir(parents=True)
+    (root / "pipelines" / "small.toml").write_text("[train]\nrounds = 1\n")
+    (root / "sites" / "C1.toml").write_text('name = "C1"\n')
+    return Study(root)
+
+
+def draw_images(n, side=96):
+    return np.random.default_rng(0).integers(0, 256, (n, side, side, 3)).astype(np.uint8)
+
+
+def class_folders(folder, classes=("ADI", "TUM"), n=10):
+    for k, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for number, image in enumerate(draw_images(n, 24) // (k + 1)):
+            Image.fromarray(image).save(folder / name / f"{name}-{number:02}.tif")
+    return folder
+
+
+def pcam(folder, slides=(("a", "b", "a", "c"), ("d", "d")), meta=True):
+    folder.mkdir()
+    for part, names in zip(("train", "test"), slides, strict=True):
+        stem, n = f"camelyonpatch_level_2_split_{part}", len(names)
+        with h5py.File(folder / f"{stem}_x.h5", "w") as file:
+            file["x"] = draw_images(n)
+        with h5py.File(folder / f"{stem}_y.h5", "w") as file:
+            file["y"] = (np.arange(n) % 2).astype(np.uint8).reshape(n, 1, 1, 1)
+        if meta:
+            with (folder / f"{stem}_meta.csv").open("w", newline="") as file:
+                rows = csv.writer(file)
+                rows.writerow(["", "coord_y", "coord_x", "tumor_patch", "center_tumor_patch", "wsi"])
+                rows.writerows([k, 0, 0, True, True, f"camelyon16_{part}_{name}"] for k, name in enumerate(names))
+    return folder
+
+
+def brought(study, source, **said):
+    return import_patches(study, source, site="C1", pipeline_name=None, overrides=[], **said)
+
+
+def patients_of(study, split):
+    with PatchStore(study.store_path("C1")) as store:
+        return store.table.patient[store.table.split == split].tolist()
+
+
+def test_folders_of_classes_become_a_patch_store_with_a_patient_for_each_image(study, tmp_path):
+    document = brought(study, class_folders(tmp_path / "NCT"), mpp=0.5)
+    (row,) = document["sites"]
+    assert row["train"] + row["test"] == 20 == document["patients"] and row["test"] == 4
+    with PatchStore(study.store_path("C1")) as store:
+        assert store.meta.classes == ("ADI", "TUM") and store.meta.spec.mpp == 0.5 and store.meta.spec.size_px == 24
+        assert len(set(store.table.patient.tolist())) == 20
+
+
+def test_images_of_one_patient_are_in_one_split(study, tmp_path):
+    names = [f"{name}-{number:02}" for name in ("ADI", "TUM") for number in range(10)]
+    table = tmp_path / "t.csv"
+    table.write_text("slide,patient\n" + "".join(f"{name},p{k % 5}\n" for k, name in enumerate(names)))
+    document = brought(study, class_folders(tmp_path / "BACH"), labels=table)
+    assert document["patients"] == 5 and document["sites"][0]["test"] == 4
+    assert set(patients_of(study, "train")) | set(patients_of(study, "test")) == {f"p{k}" for k in range(5)}
+    assert not set(patients_of(study, "train")) & set(patients_of(study, "test"))
+    table.write_text("slide,patient\nADI-00,p0\n")
+    refused(
+        lambda: brought(study, tmp_path / "BACH", labels=table), "t.csv: no row of image ADI/ADI-01; add its patient"
+    )
+
+
+def test_equal_names_in_two_classes_are_two_patients_and_two_rows(study, tmp_path):
+    folder = tmp_path / "BACH"
+    for name in ("Benign", "InSitu"):
+        class_folders(folder, (name,), 5)
+        for path in (folder / name).iterdir():
+            path.rename(path.with_name(path.name.removeprefix(f"{name}-")))
+    assert brought(study, folder)["patients"] == 10
+    table = tmp_path / "t.csv"
+    rows = [f"{name}/{number:02},{name}" for name in ("Benign", "InSitu") for number in range(5)]
+    table.write_text("\n".join(["slide,patient", *rows]))
+    assert brought(study, folder, labels=table)["patients"] == 2
+
+
+def test_pcams_files_keep_their_test_set_and_their_slides(study, tmp_path):
+    document = brought(study, pcam(tmp_path / "pcam"))
+    (row,) = document["sites"]
+    assert (row["train"], row["test"], row["classes"], document["patients"]) == (4, 2, {"0": 2, "1": 2}, 4)
+    assert patients_of(study, "train") == [f"camelyon16_train_{name}" for name in "abac"]
+    with PatchStore(study.store_path("C1")) as store:
+        assert np.array_equal(store.read(np.arange(4)), draw_images(4))
+
+
+def test_pcam_without_its_table_has_a_patient_for_each_image_and_a_shared_one_is_refused(study, tmp_path):
+    assert brought(study, pcam(tmp_path / "bare", meta=False))["patients"] == 6
+    folder = pcam(tmp_path / "pcam")
+    table = tmp_path / "t.csv"
+    table.write_text(
+        "slide,patient\n"
+        + "".join(
+            f"camelyon16_{part}_{name},p\n"
+            for part, name in (("train", "a"), ("train", "b"), ("train", "c"), ("test", "d"))
+        )
+    )
+    refused(lambda: brought(study, folder, labels=table), "p has training and test images")
+    (folder / "camelyonpatch_level_2_split_train_meta.csv").write_text("wsi\na\n")
+    refused(lambda: brought(study, folder), "its table has 1 rows for the 4 images in x_train")
+
+
+def test_the_command_says_what_it_wrote(study, tmp_path, wsi_fl):
+    folder = class_folders(tmp_path / "NCT")
+    command = ("import", "--site", "C1", "--format", "patches", "--from", folder)
+    assert "16 training images (ADI" in wsi_fl(*command, cwd=study.root).stderr
+    assert json.loads(wsi_fl(*command, "--patch-px", "12", "--json", cwd=study.root).stdout)["patients"] == 20

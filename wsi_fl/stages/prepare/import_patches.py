@@ -1,0 +1,90 @@
+"""`wsi-fl import --format patches`: a site's patch store from patches that were cut elsewhere.
+
+PCam's files, and images in a folder for each class, as those of BACH and NCT-CRC-HE-100K.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+import numpy as np
+
+from wsi_fl.slides.layouts.common import read_rows
+from wsi_fl.stages.prepare.partition import SiteImages, write_image_store
+from wsi_fl.stages.prepare.slide_lists import Scope, select_sites
+from wsi_fl.stages.runtime.console import Lines, TextLine
+from wsi_fl.stores.images import ImageDataSet, ImageSet, read_data_set
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import site_lock
+from wsi_fl.types import UsageError
+
+
+class _PatchesDocument(TypedDict):
+    """The document of `import --format patches`: the site, and its number of patients."""
+
+    sites: list[SiteImages]
+    patients: int
+
+
+def import_patches(
+    study: Study,
+    source: Path,
+    *,
+    labels: Path | None = None,
+    size_px: int | None = None,
+    mpp: float | None = None,
+    **scope: Unpack[Scope],
+) -> _PatchesDocument:
+    """Write a site's patch store from images with labels; return the `--json` document.
+
+    Patients are those of the table, else PCam's slides, else every image is one. The test images of the data set stay
+    so; without any, patients are drawn (`slides.test_fraction`).
+
+    Args:
+        labels: a table of patients and images (column slide: the file's name without its suffix, after its folder's and
+            a slash where names repeat, or PCam's slide).
+        size_px: scales images to squares of this size.
+
+    Raises:
+        UsageError: when an image has no patient in the table, or a patient has training and test images.
+    """
+    pipeline, (site_file,) = select_sites(study, **scope)
+    site = site_file.name
+    data_set = read_data_set(source, size_px)
+    by_image = {row["slide"]: row["patient"] for row in read_rows(labels, ["slide", "patient"])} if labels else None
+    patients = {"train": _list_patients(data_set.train, by_image, labels, "train")}
+    if data_set.test is None:
+        names = np.array(patients["train"])
+        order = np.random.default_rng(0).permutation(np.unique(names))
+        is_test = np.isin(names, order[: round(pipeline.slides.test_fraction * len(order))])
+        splits = {"train": np.flatnonzero(~is_test), "test": np.flatnonzero(is_test)}
+        data_set, patients["test"] = ImageDataSet(data_set.train, data_set.train, data_set.classes), patients["train"]
+    else:
+        patients["test"] = _list_patients(data_set.test, by_image, labels, "test")
+        if shared := set(patients["train"]) & set(patients["test"]):
+            raise UsageError(f"{source}: {min(shared)} has training and test images; move them to one side")
+        splits = {"train": np.arange(len(data_set.train)), "test": np.arange(len(data_set.test))}
+    with site_lock(study.store_path(site).parent, site):
+        row = write_image_store(study, site, data_set, splits, patients=patients, mpp=mpp or 0.0)
+    n_patients = len(set(patients["train"]) | set(patients["test"]))
+    return {"sites": [row], "patients": n_patients}
+
+
+def _list_patients(images: ImageSet, by_image: dict[str, str] | None, table: Path | None, split: str) -> list[str]:
+    names = images.names or tuple(str(row) for row in range(len(images)))
+    if by_image is not None:
+        patients = [by_image.get(name) or by_image.get(name.rpartition("/")[2]) for name in names]
+        if None in patients:
+            raise UsageError(f"{table}: no row of image {names[patients.index(None)]}; add its patient")
+        return list(map(str, patients))
+    is_slide = len(set(names)) < len(names)  # PCam's; names of files are of one image each
+    return list(names) if is_slide else [f"{split}_{name}" for name in names]
+
+
+def render_patches_lines(document: _PatchesDocument) -> Lines:
+    """Yield the numbers of images by class, and of patients."""
+    (row,) = document["sites"]
+    classes = ", ".join(f"{name} {count}" for name, count in row["classes"].items())
+    counts = f"{row['train']} training images ({classes}), {row['test']} of the test set"
+    yield TextLine(f"{row['store']}: {counts}, {document['patients']} patients")
