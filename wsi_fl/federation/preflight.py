@@ -153,7 +153,8 @@ def _compare_vectors(documents: Sequence[Mapping[str, Any]]) -> tuple[list[str],
         for site in sites:
             distances = [golden_distance(vectors[site], vectors[group[0]]) for group in groups]
             same = next((k for k, distance in enumerate(distances) if not distance > MAX_GOLDEN_DISTANCE), len(groups))
-            groups[same:] = groups[same:] or [[]]
+            if same == len(groups):
+                groups.append([])
             groups[same].append(site)
         usual = max(groups, key=len)[0]
         for site in sites:
