@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from unicodedata import category
@@ -161,6 +162,28 @@ def encoder_differences(labels: Sequence[str]) -> list[str]:
         labels = [label if has_weights_digest(label) else reference for label in labels]
     rows = list(zip_longest(*(label.split(_PART_SEPARATOR) for label in labels), fillvalue=""))
     return [_PART_SEPARATOR.join(row[k] for row in rows if len(set(row)) > 1) for k in range(len(labels))]
+
+
+GOLDEN_NUMBERS, MAX_GOLDEN_DISTANCE = 8, 0.1
+"""Numbers of the vector of a golden patch, and the largest distance of the same features by two programs or precisions
+(tests/integration/test_golden_patches.py)."""
+
+
+def golden_distance(a: Sequence[float | None], b: Sequence[float | None]) -> float:
+    """Return how far two encoders' vectors of the golden patches are apart, as a share of what patches differ by.
+
+    NaN where they have fewer than two patches in common.
+    """
+    import numpy as np
+
+    n = min(len(a), len(b)) // GOLDEN_NUMBERS
+    rows = np.array([a[: n * GOLDEN_NUMBERS], b[: n * GOLDEN_NUMBERS]], np.float64).reshape(2, n, GOLDEN_NUMBERS)
+    rows = rows[:, np.isfinite(rows).all((0, 2))]
+    if rows.shape[1] < 2:
+        return nan
+    spread = np.linalg.norm(rows - rows.mean(1, keepdims=True), axis=(1, 2)).max()
+    distance = float(np.linalg.norm(rows[0] - rows[1]))
+    return distance / float(spread) if spread else (inf if distance else 0.0)
 
 
 def short_label(label: str) -> str:

@@ -17,7 +17,7 @@ from wsi_fl.demo import simulated_slides
 from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.models import IMAGE_BUILDERS, VECTOR_BUILDERS, create_model
 from wsi_fl.models.encoder import build_preset_model
-from wsi_fl.models.golden import cut_patches, golden_distance, project_features
+from wsi_fl.models.golden import cut_patches, project_features
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.oneshot.build_projection import ExpectedStatistics, build_projection, render_projection_lines
 from wsi_fl.oneshot.projection import read_projection
@@ -37,7 +37,7 @@ from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.slide_settings import MosaicSettings
-from wsi_fl.types import Bags, Images, Vectors, WsiFlError
+from wsi_fl.types import Bags, Images, Vectors, WsiFlError, golden_distance
 
 ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
 """How far features are off where matrix products have half the bits."""

@@ -17,19 +17,11 @@ from torchvision import transforms
 
 from wsi_fl.federation.preflight import compare_sites
 from wsi_fl.models.encoder import Network
-from wsi_fl.models.golden import (
-    MAX_DISTANCE,
-    cut_patches,
-    golden_distance,
-    paint_picture,
-    project_features,
-    select_golden,
-    write_picture,
-)
+from wsi_fl.models.golden import cut_patches, paint_picture, project_features, select_golden, write_picture
 from wsi_fl.models.presets import Transform
 from wsi_fl.models.weights import random_weights
 from wsi_fl.stages.prepare.check_stores import check_sites
-from wsi_fl.types import GridSpec, NoCommonPlan
+from wsi_fl.types import MAX_GOLDEN_DISTANCE, GridSpec, NoCommonPlan, golden_distance
 
 SPEC = GridSpec(256, 0.5, 256)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -106,7 +98,7 @@ def test_another_preprocessing_under_one_name_is_refused(model, pair):
 @pytest.mark.parametrize("precision", ACCEPTED)
 def test_half_precision_is_accepted(model, precision):
     distance = golden_distance(vectors(model), vectors(model, **ACCEPTED[precision]))
-    assert 0 < distance < MAX_DISTANCE / 1.5
+    assert 0 < distance < MAX_GOLDEN_DISTANCE / 1.5
     preflight(vectors(model), vectors(model, **ACCEPTED[precision]))
 
 

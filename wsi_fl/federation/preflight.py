@@ -13,8 +13,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count, PrintableText, SiteName
-from wsi_fl.models.golden import MAX_DISTANCE, golden_distance
-from wsi_fl.types import NoCommonPlan, encoder_differences
+from wsi_fl.types import MAX_GOLDEN_DISTANCE, NoCommonPlan, encoder_differences, golden_distance
 
 _Scalar = PrintableText | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
 Setting = _Scalar | Annotated[list[_Scalar], Field(max_length=1000)]
@@ -152,15 +151,16 @@ def _compare_vectors(documents: Sequence[Mapping[str, Any]]) -> tuple[list[str],
         vectors = {site: documents[site]["golden"] for site in sites}
         groups: list[list[int]] = []
         for site in sites:
-            like = (group for group in groups if not golden_distance(vectors[site], vectors[group[0]]) > MAX_DISTANCE)
-            group = next(like, [])
-            group.append(site)
-            groups += [group] if len(group) == 1 else []
+            distances = [golden_distance(vectors[site], vectors[group[0]]) for group in groups]
+            same = next((k for k, distance in enumerate(distances) if not distance > MAX_GOLDEN_DISTANCE), len(groups))
+            if same == len(groups):
+                groups.append([])
+            groups[same].append(site)
         usual = max(groups, key=len)[0]
         for site in sites:
             distance = golden_distance(vectors[site], vectors[usual])
             is_complete = is_complete and not isnan(distance)
-            differences[site] = f"features {distance:.0%} apart" if distance > MAX_DISTANCE else _SAME
+            differences[site] = f"features {distance:.0%} apart" if distance > MAX_GOLDEN_DISTANCE else _SAME
     return differences, is_complete
 
 

@@ -7,9 +7,7 @@ of other tools have them too, where the picture was among the slides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
-from math import inf, nan
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +15,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.system.files import atomic_path
-from wsi_fl.types import GridSpec, UsageError
+from wsi_fl.types import GOLDEN_NUMBERS, GridSpec, UsageError
 
 GOLDEN_SLIDE, GOLDEN_MPP = "wsi-fl-golden", 0.5
 """Name of the picture as a slide, and its µm per pixel."""
-MAX_DISTANCE = 0.1
-"""Largest distance of the same features by two programs or precisions (tests/integration/test_golden_patches.py)."""
 _WIDTH, _HEIGHT = 2048, 1024
-_N_PATCHES, _N_NUMBERS = 32, 8
+_N_PATCHES = 32
 _TISSUE, _NUCLEUS = (228, 168, 204), (92, 62, 140)
 
 GoldenVectors = tuple[float | None, ...]
@@ -103,21 +99,8 @@ def project_features(features: NDArray[np.float32]) -> GoldenVectors:
         (1.0, 1.0, 0.0, 2.0, 1.0, -1.0, -1.0, -1.0)
     """
     raw = np.asarray(np.random.PCG64(features.shape[1]).random_raw(features.shape[1]), np.uint64)
-    signs = (raw[:, None] >> np.arange(40, 40 + _N_NUMBERS, dtype=np.uint64) & np.uint64(1)).astype(np.float64) * 2 - 1
+    signs = (raw[:, None] >> np.arange(40, 40 + GOLDEN_NUMBERS, dtype=np.uint64) & np.uint64(1)).astype(
+        np.float64
+    ) * 2 - 1
     numbers = features.astype(np.float64) @ signs / np.sqrt(len(signs))
     return tuple(float(f"{number:.5g}") if np.isfinite(number) else None for number in numbers.ravel().tolist())
-
-
-def golden_distance(a: Sequence[float | None], b: Sequence[float | None]) -> float:
-    """Return how far two encoders' vectors of the golden patches are apart, as a share of what patches differ by.
-
-    NaN where they have fewer than two patches in common.
-    """
-    n = min(len(a), len(b)) // _N_NUMBERS
-    rows = np.array([a[: n * _N_NUMBERS], b[: n * _N_NUMBERS]], np.float64).reshape(2, n, _N_NUMBERS)
-    rows = rows[:, np.isfinite(rows).all((0, 2))]
-    if rows.shape[1] < 2:
-        return nan
-    spread = np.linalg.norm(rows - rows.mean(1, keepdims=True), axis=(1, 2)).max()
-    distance = float(np.linalg.norm(rows[0] - rows[1]))
-    return distance / float(spread) if spread else (inf if distance else 0.0)

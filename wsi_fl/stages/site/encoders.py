@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from wsi_fl.models.encoder import Encoder, encode_golden
-from wsi_fl.models.golden import MAX_DISTANCE, golden_distance
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.models.weights import NoWeightsError, find_cached_weights
 from wsi_fl.stages.runtime.rank_job import select_device, take_threads
@@ -17,7 +16,7 @@ from wsi_fl.stages.site.public_sources import require_published
 from wsi_fl.stores.bag_store import BagMeta, BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import MAX_GOLDEN_DISTANCE, WsiFlError, golden_distance
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +104,7 @@ def require_golden_vectors(study: Study, pipeline: Pipeline, meta: BagMeta, sour
         return False
     encoder = Encoder(name, weights, device=select_device(), half_precision=False)
     distance = golden_distance(encode_golden(encoder, meta.spec), meta.golden)
-    if distance > MAX_DISTANCE:
+    if distance > MAX_GOLDEN_DISTANCE:
         raise WsiFlError(
             f"{source}: its features of the golden patches are {distance:.0%} apart from those of {name} here "
             f"({', '.join(encoder.parts)}); they have other weights or preprocessing: extract them anew, or give them "
