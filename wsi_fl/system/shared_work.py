@@ -90,10 +90,11 @@ class SharedWork:
         path: the folder of the work.
         group: the command that this process belongs to; its MPI ranks have the same.
         is_resumed: whether it was left unfinished, and no other command is at work.
+        is_complete: whether this process lacks nothing, so that the work ends with it unless others are there.
     """
 
     def __init__(self, path: Path, group: str) -> None:
-        self.path, self.group, self.is_resumed = path, group, False
+        self.path, self.group, self.is_resumed, self.is_complete = path, group, False, False
         self._job = secrets.token_hex(6)
         self._staging = path / "staging" / self._job
         self._heartbeat = path / "jobs" / self._job
@@ -286,6 +287,8 @@ class SharedWork:
         with suppress(OSError, WorkEnded):
             self.release_claims()
             self._heartbeat.unlink(missing_ok=True)
+            if self.is_complete and not self.list_workers():
+                self.finish_work()
             is_last = self.is_finished and not self.list_workers()
             shutil.rmtree(self._staging, ignore_errors=True)
             if is_last:
@@ -413,8 +416,7 @@ def join_work(folder: Path, key: WorkKey, label: str, *, group: str = "", wait: 
             if work_key == key and work.start_beating():
                 break
             is_busy = bool(workers) and not wait and not work.is_finished
-            if not workers:
-                work.finish_work()
+            work.is_complete = not workers
             work.leave_work()
             if is_busy:
                 raise WsiFlError(_describe_busy(folder, label, workers[0], work_key.command == key.command))
