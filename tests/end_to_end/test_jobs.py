@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -13,6 +15,7 @@ from conftest import refused
 from test_tile import SETTINGS, files_of, flags
 
 from wsi_fl.demo import simulated_slides
+from wsi_fl.stages.prepare.build_bags import make_features, make_mosaics
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.runtime.rank_job import Part
@@ -85,7 +88,7 @@ def test_a_job_waits_for_slides_of_others_and_takes_those_of_dead_ones(study, ca
         other.release_claims()
         out, told = job.communicate(timeout=60)
     assert job.returncode == 0, told
-    assert f"C1: waiting for 1 slides that other jobs have: process {os.getpid()} on " in told
+    assert f"C1: waiting for other jobs, which have 1 of the slides: process {os.getpid()} on " in told
     assert json.loads(out)["sites"][0]["done"] == 12
     assert {name: data for name, data in files_of(study).items() if JOBS_FOLDER not in name} == calm[0]
 
@@ -147,6 +150,31 @@ def test_ranks_and_plain_jobs_share_one_site(study, calm, as_ranks):
     (row,) = document["sites"]
     assert row["done"] + json.loads(out)["sites"][0]["done"] >= 12
     assert files_of(study) == calm[0]
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_weights):
+    names = {"encoder": "test_efficientnet", "weights": tiny_weights}
+    sizes = ["mosaic.size_px=64", "mosaic.mpp=1.0", "mosaic.clusters=2", "mosaic.fraction=0.2"]
+    return [*sizes, *(f"{section}.{key}={value}" for section in ("mosaic", "features") for key, value in names.items())]
+
+
+@pytest.mark.parametrize("make", [make_features, make_mosaics])
+def test_jobs_at_once_and_parts_encode_each_slide_once_and_give_the_same_bytes(study, settings, calm, make):
+    more = {"site": "C1", "overrides": [*SETTINGS, *settings]}
+    tile_slides(study, site="C1", overrides=SETTINGS)
+    (alone,) = make(study, **more)["sites"]
+    expected, rows = files_of(study), []
+    for parts in ((None, None), (Part(1, 2), Part(2, 2))):
+        for path in (study.root / "stores" / "C1").iterdir():
+            if path.name in {"features", "features.h5", "mosaics", "mosaic.h5"}:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with ThreadPoolExecutor(2) as threads:
+            documents = list(threads.map(lambda part: make(study, part=part, **more), parts))
+        rows = [row for document in documents for row in (*document["sites"], *document["parts"])]
+        assert sum(row["done"] for row in rows) == alone["done"] == alone["slides"]
+        assert files_of(study) == expected
+    assert sorted(row["done"] for row in rows) == [6, 6] and any(row["closed"] for row in rows)
 
 
 def test_a_store_that_cannot_be_closed_is_one_line_for_all_jobs_and_begins_anew(study, calm):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -264,6 +265,40 @@ def test_two_ranks_share_the_slides_and_predict_the_same(predicted, trained, tmp
         assert row["patches"] == expected["patches"]
         assert row["score"]["max"] == pytest.approx(expected["score"]["max"], abs=1e-5)
         assert (tmp_path / "out" / row["slide"] / "heatmap.png").exists()
+
+
+def test_jobs_share_the_slides_that_they_have_in_common(predicted, trained, tmp_path):
+    study, run, slides = trained
+    where = {"site": "C1", "out": tmp_path / "out"}
+    lists = (slides[:-1], slides[1:])
+    with ThreadPoolExecutor(2) as threads:
+        documents = list(threads.map(lambda some: predict(study, run, slides=some, **where), lists))
+    assert sum(document["done"] for document in documents) == len(slides)
+    for document, some in zip(documents, lists, strict=True):
+        assert [row["slide"] for row in document["slides"]] == [path.stem for path in some]
+        assert document["missing"] == 0
+    assert len(csv_rows(tmp_path / "out" / "slides.csv")) == len(slides)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*(s.stem for s in slides), "slides.csv"]
+
+
+def test_a_part_predicts_its_slides_and_leaves_the_others(trained, tmp_path, wsi_fl):
+    study, run, slides = trained
+    arguments = [
+        "predict",
+        run,
+        "--site",
+        "C1",
+        "--out",
+        tmp_path / "out",
+        *(w for s in slides for w in ("--slide", s)),
+    ]
+    documents = []
+    for k in (1, 2):
+        done = wsi_fl(*arguments, "--part", f"{k}/2", "--json", cwd=study.root)
+        assert done.returncode == 0, done.stderr
+        documents.append(json.loads(done.stdout))
+    assert [one["done"] for one in documents] == [2, 2] and [one["missing"] for one in documents] == [2, 0]
+    assert [row["slide"] for row in documents[1]["slides"]] == [path.stem for path in slides]
 
 
 @pytest.fixture

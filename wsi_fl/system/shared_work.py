@@ -45,7 +45,7 @@ _BEAT_S, _SILENT_S = 10.0, 120.0
 another machine a minute late."""
 _RETRY_S, _CACHE_S = 0.2, 1.0
 _DONE = "done"
-_GONE = (errno.ENOENT, errno.ESTALE)
+_MISSING_ERRORS = (errno.ENOENT, errno.ESTALE)
 """Errors for a file or folder that another process removed."""
 _MAX_ATTEMPTS = 100
 """To begin a work while other processes begin and end theirs."""
@@ -90,10 +90,11 @@ class SharedWork:
         path: the folder of the work.
         group: the command that this process belongs to; its MPI ranks have the same.
         is_resumed: whether it was left unfinished, and no other command is at work.
+        is_complete: whether this process lacks nothing, so that the work ends with it unless others are there.
     """
 
     def __init__(self, path: Path, group: str) -> None:
-        self.path, self.group, self.is_resumed = path, group, False
+        self.path, self.group, self.is_resumed, self.is_complete = path, group, False, False
         self._job = secrets.token_hex(6)
         self._staging = path / "staging" / self._job
         self._heartbeat = path / "jobs" / self._job
@@ -166,7 +167,7 @@ class SharedWork:
         try:
             names = [path.name.rpartition(".") for path in (self.path / phase).iterdir()]
         except OSError as error:
-            _require_gone(error)
+            _require_missing(error)
         return {item for item, _, kind in names if kind == _DONE}, {item for item, _, _ in names}
 
     def forget_outcomes(self, phase: str, is_wrong: Callable[[str, Any], bool]) -> None:
@@ -286,6 +287,8 @@ class SharedWork:
         with suppress(OSError, WorkEnded):
             self.release_claims()
             self._heartbeat.unlink(missing_ok=True)
+            if self.is_complete and not self.list_workers():
+                self.finish_work()
             is_last = self.is_finished and not self.list_workers()
             shutil.rmtree(self._staging, ignore_errors=True)
             if is_last:
@@ -307,7 +310,7 @@ class SharedWork:
         try:
             yield
         except OSError as error:
-            if error.errno in _GONE and not self.path.exists():
+            if error.errno in _MISSING_ERRORS and not self.path.exists():
                 raise WorkEnded(
                     f"{self.path.parents[1]}: others ended this work without this process, which gave no sign of life "
                     f"for {_SILENT_S:.0f} s; start it again"
@@ -334,9 +337,9 @@ def _temporary_folder(path: Path) -> Path:
     return path.parents[1] / f"{JOBS_FOLDER}.{path.name}"
 
 
-def _require_gone(error: OSError) -> None:
+def _require_missing(error: OSError) -> None:
     """Raise the error again unless a file or folder is gone."""
-    if error.errno not in _GONE:
+    if error.errno not in _MISSING_ERRORS:
         raise error
 
 
@@ -346,7 +349,7 @@ def _read_file(path: Path) -> tuple[str, float] | None:
         with path.open() as file:  # opening asks a network disk for the present state
             return file.read(), os.fstat(file.fileno()).st_mtime
     except OSError as error:
-        _require_gone(error)
+        _require_missing(error)
     return None
 
 
@@ -358,7 +361,7 @@ def _find_work(folder: Path, group: str) -> SharedWork | None:
             work._staging.mkdir()
             return work
     except OSError as error:
-        _require_gone(error)
+        _require_missing(error)
     return None
 
 
@@ -413,8 +416,7 @@ def join_work(folder: Path, key: WorkKey, label: str, *, group: str = "", wait: 
             if work_key == key and work.start_beating():
                 break
             is_busy = bool(workers) and not wait and not work.is_finished
-            if not workers:
-                work.finish_work()
+            work.is_complete = not workers
             work.leave_work()
             if is_busy:
                 raise WsiFlError(_describe_busy(folder, label, workers[0], work_key.command == key.command))

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def _share_slides(
     items = {f"{record.slide}-{_hash_slide(predictor.study, record)}": record for record in records}
     n_before = 0
 
-    def predict_items(free_items: Iterator[SlideRecord]) -> Iterator[Json]:
+    def predict_items(free_items: Iterator[SlideRecord]) -> Generator[Json, None, None]:
         for record in free_items:
             slide_watcher = NestedProgress(watcher, n_before, len(items))
             yield _predict_or_report(predictor, record, folder / record.slide, work.shared, slide_watcher)
@@ -134,8 +134,7 @@ def _share_slides(
 
     work.retry_items("slides", is_missing)
     outcomes = work.share_items("slides", items, predict_items, update_progress, in_parts=True)
-    if not work.n_missing:
-        work.finish_alone()
+    work.shared.is_complete = not work.n_missing
     return list(outcomes.values())
 
 

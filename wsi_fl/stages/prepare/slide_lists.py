@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NotRequired, Required, TypedDict, TypeVar, Unpack
@@ -169,7 +169,11 @@ def share_slides(
     in_parts: bool = False,
 ) -> list[Outcome]:
     """Share a site's slides with other jobs; return the outcomes of done ones in order (`SlideWork.share_items`)."""
-    documents = work.share_items(phase, items, lambda free: map(asdict, do_items(free)), watch, in_parts=in_parts)
+
+    def write_documents(free_items: Iterator[_T]) -> Generator[dict[str, Any], None, None]:
+        yield from map(asdict, do_items(free_items))
+
+    documents = work.share_items(phase, items, write_documents, watch, in_parts=in_parts)
     return [Outcome(**document) for document in documents.values()]
 
 

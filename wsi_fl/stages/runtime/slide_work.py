@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -21,7 +21,7 @@ from wsi_fl.types import DiskFull, WsiFlError
 
 _T = TypeVar("_T")
 _D = TypeVar("_D")
-_Work = Callable[[Iterator[_T]], Iterable[Any]]
+_Work = Callable[[Iterator[_T]], Generator[Any, None, None]]
 Watch = Callable[[int, int, str], None]
 _LOOK_S = 1.0
 """Seconds between looks at what others have done."""
@@ -125,7 +125,7 @@ class SlideWork:
     def close_work(self, write: Callable[[], _D]) -> _D:
         """Write what follows of all items, by one job for all; return its document (JSON)."""
 
-        def write_once(items: Iterator[None]) -> Iterator[dict[str, Any]]:
+        def write_once(items: Iterator[None]) -> Generator[dict[str, Any], None, None]:
             for _ in items:
                 try:
                     yield {"document": write()}
@@ -140,11 +140,6 @@ class SlideWork:
             raise WsiFlError(outcome["error"])
         document: _D = outcome["document"]
         return document
-
-    def finish_alone(self) -> None:
-        """Mark the work as finished unless other jobs are at it."""
-        if all(worker.group == self.shared.group for worker in self.shared.list_workers()):
-            self.shared.finish_work()
 
     def _work_until_done(self, phase: _Phase[_T], work: _Work[_T], watch: Watch, *, waits: bool) -> None:
         wait_start: float | None = None
@@ -169,10 +164,11 @@ class SlideWork:
 
         n_done = 0
         try:
-            for document in work(draw_items()):
-                name = names[n_done]
-                watch(phase.record_outcome(name, document), len(phase.items), name)
-                n_done += 1
+            with closing(work(draw_items())) as documents:
+                for document in documents:
+                    name = names[n_done]
+                    watch(phase.record_outcome(name, document), len(phase.items), name)
+                    n_done += 1
         finally:
             self.shared.release_claims()
         return n_done
@@ -181,10 +177,12 @@ class SlideWork:
         """Print for which jobs this one waits, if it has not been printed yet."""
         workers = [worker for worker in self.shared.list_workers() if worker.group != self.shared.group]
         names = ", ".join(map(str, workers[:_MAX_NAMED_WORKERS]))
-        text = f"{names} and {len(workers) - _MAX_NAMED_WORKERS} more" if len(workers) > _MAX_NAMED_WORKERS else names
-        if workers and text != self._wait_text:
-            self.job.print_message(f"  {self._site}: waiting for {n_missing} slides that other jobs have: {text}")
-            self._wait_text = text
+        if len(workers) > _MAX_NAMED_WORKERS:
+            names += f" and {len(workers) - _MAX_NAMED_WORKERS} more"
+        if names not in {"", self._wait_text}:
+            have = f"which have {n_missing} of the slides"
+            self.job.print_message(f"  {self._site}: waiting for other jobs, {have}: {names}")
+            self._wait_text = names
 
 
 @contextmanager
