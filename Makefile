@@ -7,7 +7,7 @@ endif
 VERSION := $(shell $(or $(PYTHON),false) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
-# PyTorch for processors alone is 3 GB smaller; CPU_WHEELS= is for machines that install for others with a GPU.
+# PyTorch for processors alone is 4.5 GB smaller; CPU_WHEELS= is for machines that install for others with a GPU.
 CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 WHEELS ?= .[mpi,flare,dossier,view]
 OFFLINE := env -u PIP_FIND_LINKS -u PIP_INDEX_URL -u PIP_EXTRA_INDEX_URL PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1

@@ -48,12 +48,8 @@ def has_extra(name: str) -> bool:
 
 def describe_install(extra: str) -> str:
     """Return how to install an extra: wsi-fl is on no package index, so from a checkout or a wheelhouse."""
-    return f"run `pip install -e '.[{extra}]'` in the checkout, or `{describe_wheelhouse_install(extra)}`"
-
-
-def describe_wheelhouse_install(extra: str) -> str:
-    """Return the command that installs wsi-fl with an extra from a wheelhouse, and from no package index."""
-    return f"pip install --no-index --find-links wheelhouse 'wsi-fl[{extra}]'"
+    wheelhouse = f"pip install --no-index --find-links wheelhouse 'wsi-fl[{extra}]'"
+    return f"run `pip install -e '.[{extra}]'` in the checkout, or `{wheelhouse}`"
 
 
 def explain_missing(name: str) -> str:
