@@ -23,7 +23,7 @@ env: .venv/.ready-$(VERSION)  ## the environment with all extras, in .venv
 
 .venv/.demo-$(VERSION): pyproject.toml constraints.txt
 	$(if $(VERSION),,$(error no Python from 3.11 to 3.14 was found; give it as PYTHON=/path/to/python))
-	test -d .venv/lib/python$(VERSION) || $(PYTHON) -m venv --clear .venv
+	test -x .venv/bin/pip -a -d .venv/lib/python$(VERSION) || $(PYTHON) -m venv --clear .venv
 	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null && $(BIN)/python -c \
 	  'from urllib.request import urlopen; urlopen("$(CPU_WHEELS)/torch/", timeout=5)' 2>/dev/null; then \
 	  echo 'no NVIDIA GPU here: PyTorch from $(CPU_WHEELS)'; \

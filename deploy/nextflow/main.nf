@@ -12,7 +12,7 @@ process TILE {
     input:
     tuple val(site), val(part)
     output:
-    val site
+    tuple val(site), val(part)
     script:
     "cd '${params.study}' && wsi-fl tile --site ${site} --part ${part}/${params.parts}"
 }
@@ -22,7 +22,7 @@ process FEATURES {
     input:
     tuple val(site), val(part)
     output:
-    val site
+    tuple val(site), val(part)
     script:
     "cd '${params.study}' && wsi-fl features --site ${site} --part ${part}/${params.parts}"
 }
@@ -30,6 +30,6 @@ process FEATURES {
 workflow {
     parts = Channel.of(1..params.parts)
     sites = Channel.of(params.sites.tokenize(',')).flatten()
-    tiled = TILE(sites.combine(parts)).groupTuple(size: params.parts).map { it[0] }
+    tiled = TILE(sites.combine(parts)).groupTuple(size: params.parts).map { site, numbers -> site }
     FEATURES(tiled.combine(parts))
 }
