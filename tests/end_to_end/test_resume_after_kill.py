@@ -19,8 +19,8 @@ DATA = {"x": PIXELS, "y": np.arange(60) % 2}
 
 
 def contents(root):
-    """Every file of the study but locks, by name, with its bytes."""
-    files = [path for path in root.rglob("*") if path.is_file() and path.name != ".lock"]
+    """Every file of the study by name, with its bytes."""
+    files = [path for path in root.rglob("*") if path.is_file()]
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
 

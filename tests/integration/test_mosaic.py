@@ -33,6 +33,7 @@ from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stores.bag_shards import read_bag_shard
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.study.folder import Study
+from wsi_fl.system.files import JOBS_FOLDER
 from wsi_fl.types import CLASSES, WsiFlError
 
 ROUGH = 1e-3 if torch.cuda.is_available() else 0.0
@@ -149,7 +150,7 @@ def test_mosaic_killed_at_any_moment_and_restarted_writes_the_same_bytes(study, 
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.DEVNULL, start_new_session=True)
     folder = study.root / "stores" / "C1"
     while process.poll() is None:
-        if (folder / ".lock").exists() and len(list((folder / "mosaics").glob("[!.]*.png"))) >= after:
+        if (folder / JOBS_FOLDER).exists() and len(list((folder / "mosaics").glob("[!.]*.png"))) >= after:
             os.killpg(process.pid, signal.SIGKILL)
             break
         time.sleep(0.002)

@@ -172,12 +172,11 @@ class SharedWork:
 
     def forget_outcomes(self, phase: str, is_wrong: Callable[[str, Any], bool]) -> None:
         """Let items with wrong outcomes be done again. Requires that nobody else is at work."""
-        done, _ = self.list_items(phase)
-        for item in done:
-            if is_wrong(item, self.read_outcome(phase, item)[1]):
-                for path in (self.path / phase).iterdir():
-                    if path.name.rpartition(".")[0] == item:
-                        path.unlink()
+        done, claimed = self.list_items(phase)
+        wrong_items = {item for item in done if is_wrong(item, self.read_outcome(phase, item)[1])}
+        for path in (self.path / phase).iterdir() if claimed else ():
+            if path.name.rpartition(".")[0] in wrong_items:
+                path.unlink()
 
     @contextmanager
     def stage_file(self, path: Path) -> Iterator[Path]:
@@ -419,7 +418,7 @@ def join_work(folder: Path, key: WorkKey, label: str, *, group: str = "", wait: 
             work.is_complete = not workers
             work.leave_work()
             if is_busy:
-                raise WsiFlError(_describe_busy(folder, label, workers[0], work_key.command == key.command))
+                raise WsiFlError(_describe_busy(folder, label, workers[0], work_key.command == key.command != ""))
             if workers:
                 time.sleep(_RETRY_S)
     try:

@@ -231,7 +231,7 @@ def _close_store(
     quality = {outcome.slide: outcome.quality for outcome in outcomes if outcome.quality}
     _write_quality(store.with_name("quality.csv"), quality, stage_file)
     remove_strays((store.parent / "slides", store.parent / "overview", plans.folder), set(stored_names))
-    return _build_row(slides, plans.records, outcomes, failed, counts)
+    return _build_row(slides, plans.records, outcomes, failed, counts, quality)
 
 
 def _report_raw(slides: SlideList, shard_outcomes: Sequence[Outcome]) -> None:
@@ -250,10 +250,9 @@ def _build_row(
     outcomes: Sequence[Outcome],
     failed: Sequence[ExcludedSlide],
     counts: Counts,
+    quality: Mapping[str, SlideQuality],
 ) -> _TileRow:
     """Return the site's row of the `--json` document, without what is of this job, copies and time."""
-    store = slides.study.store_path(slides.site.name)
-    quality = {outcome.slide: outcome.quality for outcome in outcomes if outcome.quality}
     classes = CLASSES if len(counts["train"]) > 1 else UNLABELLED
     table = {split: dict(zip(classes, counts[split].tolist(), strict=True)) for split in SPLITS}
     sums = {split: sum(table[split].values()) for split in SPLITS}
@@ -279,7 +278,7 @@ def _build_row(
         },
         "copies": [],
         "seconds": 0.0,
-        "store": slides.study.relative_path(store),
+        "store": slides.study.relative_path(slides.study.store_path(slides.site.name)),
         "table": table,
     }
 
