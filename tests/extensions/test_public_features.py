@@ -17,6 +17,7 @@ from wsi_fl.oneshot.projection import read_projection
 from wsi_fl.oneshot.public_features import MAX_PATCHES, read_public_features
 from wsi_fl.stages.prepare.import_export import ImportFacts, import_features
 from wsi_fl.stages.prepare.init_study import init_study
+from wsi_fl.stages.site.public_sources import index_private_slides, sample_indices
 from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.stores.foreign_writers import write_clam
@@ -196,6 +197,41 @@ def table_of_patients(study, tmp_path):
     return tmp_path / "t.npz", "npz"
 
 
+def own_rows():
+    return np.concatenate([bag.features for bag in bags_of(5)])
+
+
+def table_of_its_rows(study, tmp_path):
+    np.savez(tmp_path / "t.npz", x=own_rows().astype(np.float16))
+    return tmp_path / "t.npz", "npz"
+
+
+def table_with_a_few_of_its_rows(study, tmp_path):
+    rows = np.concatenate([own_rows()[:2], *(bag.features for bag in bags_of(8))])
+    np.savetxt(tmp_path / "t.csv", rows, delimiter=",", header=",".join(f"f{k}" for k in range(D)), comments="")
+    return tmp_path / "t.csv", "csv"
+
+
+def table_of_named_slides(study, tmp_path):
+    x = np.concatenate([bag.features for bag in bags_of()])
+    np.savez(tmp_path / "t.npz", x=x, Slide_ID=np.repeat([f"own{k}" for k in range(N_SLIDES)], 10))
+    return tmp_path / "t.npz", "npz"
+
+
+def its_slides_in_one_file(study, tmp_path):
+    x = own_rows()
+    return write_layout(tmp_path / "merged", "trident", [Bag(x, np.zeros((len(x), 2), np.int64))]), "trident"
+
+
+def without_a_patch_of_each_slide(study, tmp_path, form="trident"):
+    bags = [Bag(bag.features[:9], bag.xy_l0[:9]) for bag in bags_of(5)]
+    return write_layout(tmp_path / "less", form, bags), form
+
+
+def its_store_without_a_patch_of_each_slide(study, tmp_path):
+    return without_a_patch_of_each_slide(study, tmp_path, "store")
+
+
 PRIVATE = [
     own_folder,
     renamed_files,
@@ -203,6 +239,12 @@ PRIVATE = [
     its_exported_store,
     vectors_of_patients,
     table_of_patients,
+    table_of_its_rows,
+    table_with_a_few_of_its_rows,
+    table_of_named_slides,
+    its_slides_in_one_file,
+    without_a_patch_of_each_slide,
+    its_store_without_a_patch_of_each_slide,
 ]
 
 
@@ -212,6 +254,34 @@ def test_features_of_a_hospitals_patients_are_public_only_when_declared(study, t
     refused(lambda: project(study, source, form), "give public reference slides, or --public if it is public")
     assert not (study.root / "p.safetensors").exists()
     assert project(study, source, form, public=True)["dimensions"] == 8
+
+
+def test_rows_of_one_number_in_both_are_no_sign_of_a_patient(study, tmp_path):
+    blank = np.zeros((1, D), np.float32)
+    bags = [Bag(np.r_[bag.features, blank], np.zeros((11, 2), np.int64)) for bag in bags_of(5)]
+    study.mosaic_path("A").chmod(0o600)
+    write_public_store(study.mosaic_path("A"), bags)
+    x = np.concatenate([blank, *(bag.features for bag in bags_of())])
+    np.savez(tmp_path / "t.npz", x=x)
+    assert project(study, tmp_path / "t.npz", "npz")["dimensions"] == 8
+    np.savez(tmp_path / "t.npz", x=np.concatenate([x, bags[0].features[:1]]))
+    refused(lambda: project(study, tmp_path / "t.npz", "npz"), "1 of its rows are features of real site A")
+
+
+def test_of_a_large_store_a_sample_of_every_slide_is_compared(study, tmp_path, monkeypatch):
+    monkeypatch.setattr("wsi_fl.stages.site.public_sources._MAX_ROWS", 3 * N_SLIDES)
+    rows = index_private_slides(study)
+    assert sum(isinstance(key, bytes) for key in rows) == 3 * N_SLIDES
+    source, form = without_a_patch_of_each_slide(study, tmp_path)
+    refused(lambda: project(study, source, form), "of its rows are features of real site A")
+
+
+def test_a_store_is_not_left_unchecked_for_a_damaged_patch_outside_the_sample(study, tmp_path):
+    bags = [Bag(np.repeat(bag.features, 20, 0), np.zeros((200, 2), np.int64)) for bag in bags_of(5)]
+    source, sample = write_layout(tmp_path / "copy", "store", bags), sample_indices(200, MAX_PATCHES // N_SLIDES)
+    with h5py.File(source, "r+") as file:
+        file["features"][np.setdiff1d(np.arange(200), sample)[0]] = 0
+    refused(lambda: project(study, source, "store"), "copy/store.h5", "damaged")
 
 
 def test_features_of_another_tool_without_its_name_are_refused_with_the_option(study, tmp_path):

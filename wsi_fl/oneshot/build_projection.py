@@ -26,7 +26,6 @@ from wsi_fl.oneshot.public_features import (
     combine_digests,
     is_feature_source,
     read_public_features,
-    sample_indices,
 )
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.slides.patching.slide_plan import plan_slide
@@ -38,7 +37,7 @@ from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_plan_params
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.runtime.hints import next_command
 from wsi_fl.stages.site.encoders import list_study_encoders, load_encoder
-from wsi_fl.stages.site.public_sources import PrivateSlides, index_private_slides, require_public
+from wsi_fl.stages.site.public_sources import PrivateSlides, index_private_slides, require_public, sample_indices
 from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -179,7 +178,7 @@ class _SourceReader:
         if self.public or self.form:  # another tool's files are checked when they are read
             return
         try:
-            require_public(self.study, path)
+            require_public(self.study, path, self._private_slides if path.suffix == ".h5" else None)
         except UsageError:
             raise
         except WsiFlError:  # an unreadable store is reported or skipped when its features are loaded

@@ -9,27 +9,36 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.slides.reading.formats.dicom_headers import resolve_slide_path
 from wsi_fl.stages.site.run_context import find_method
 from wsi_fl.stages.site.slide_files import list_slides
-from wsi_fl.stores.bag_store import BagStore, Features, mark_features
+from wsi_fl.stores.bag_store import BagStore, Features, hash_rows
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.system.file_names import compose_text, slide_of
 from wsi_fl.types import UsageError, WsiFlError
 
-PrivateSlides = Mapping[str, str]
-"""Name or digest of features → real site, of the slides and patients of real sites."""
+PrivateSlides = Mapping[str | bytes, str]
+"""Name of a slide or patient, or hash of the features of a patch → real site."""
+_MAX_ROWS = 1 << 18
+"""Patches of a store that are compared, equally many of every slide; two samples of a store of 10⁷ patches share about
+7 000."""
 _PUBLIC_HINT = "results from it leave without any ε: give public reference slides, or --public if it is public"
 
 
-def require_public(study: Study, source: Path) -> None:
+def require_public(study: Study, source: Path, private_slides: PrivateSlides | None = None) -> None:
     """Refuse a slide, picture or feature store of a hospital's patients.
 
     Such a source is in `stores/` of a study whose site of that name is not simulated, is a slide of a real site of the
-    study (under any name), is a store of a real site, or names patients and is of no simulated site of the study. A
-    site without a readable file counts as real.
+    study (under any name), is a store of a real site or has the features of one of its patches, or names patients and
+    is of no simulated site of the study. A site without a readable file counts as real.
+
+    Args:
+        private_slides: for stores, see `index_private_slides`; None to read them.
 
     Raises:
         UsageError: in one line that names the reason.
@@ -37,7 +46,7 @@ def require_public(study: Study, source: Path) -> None:
     if (site := _find_site_by_place(source)) is not None:
         raise UsageError(f"{source}: lies in the stores of real site {site}; {_PUBLIC_HINT}")
     if source.suffix == ".h5":
-        _require_public_store(study, source)
+        _require_public_store(study, source, private_slides)
     elif (site := _find_site_by_slides(study, source)) is not None:
         raise UsageError(f"{source}: is a slide of real site {site}; {_PUBLIC_HINT}")
 
@@ -47,7 +56,8 @@ def require_public_features(
 ) -> None:
     """Refuse another tool's file, or a table, of a hospital's patients.
 
-    Such a file lies in the stores of a real site, names patients, or has the name or the features of a slide in them.
+    Such a file lies in the stores of a real site, names patients, or has the name of a slide or the features of a patch
+    in them.
 
     Args:
         features: float32[m, d].
@@ -59,12 +69,41 @@ def require_public_features(
     if names_patients:
         raise UsageError(f"{source}: features that name patients; {_PUBLIC_HINT}")
     site = _find_site_by_place(source) or private_slides.get(slide_of(source))
-    if site := site or private_slides.get(mark_features(features)):
+    if site is not None:
         raise UsageError(f"{source}: features of real site {site}; {_PUBLIC_HINT}")
+    _require_other_rows(source, _hash_patches(features), private_slides)
+
+
+def sample_indices(n: int, n_max: int) -> NDArray[np.int64]:
+    """Return a sorted, bounded sample of n indices, the same every time."""
+    return np.sort(np.random.default_rng(0).permutation(n)[:n_max])
+
+
+def _require_other_rows(source: Path, rows: set[bytes], private_slides: PrivateSlides) -> None:
+    """Refuse a source with a patch of a real site: no other patch has its features, even rounded to float16."""
+    if private_rows := rows & private_slides.keys():
+        site = private_slides[min(private_rows)]
+        raise UsageError(f"{source}: {len(private_rows)} of its rows are features of real site {site}; {_PUBLIC_HINT}")
+
+
+def _hash_patches(features: Features) -> set[bytes]:
+    """Return hashes of rows, without rows of one number, such as the zeros of a patch that could not be read."""
+    return set(hash_rows(features[np.ptp(features, axis=1) > 0]))
+
+
+def _hash_store(store: BagStore) -> set[bytes]:
+    """Return hashes of the patches of a store, or of a sample of each slide's; UsageError for damage."""
+    n_per_slide, hashes = max(1, _MAX_ROWS // len(store)), set[bytes]()
+    try:
+        for rows in map(store.bag_rows, range(len(store))):
+            hashes |= _hash_patches(store.read(rows.start + sample_indices(rows.stop - rows.start, n_per_slide)))
+    except WsiFlError as error:  # no fault for which a source may be skipped, as the rest would go unchecked
+        raise UsageError(str(error)) from None
+    return hashes
 
 
 def index_private_slides(study: Study) -> PrivateSlides:
-    """Return name or digest of features → real site, of the slides and patients in the feature stores of real sites."""
+    """Return name or hash → real site, of slides, patients and patches in the feature stores of real sites."""
     return {
         key: site
         for site in study.site_names()
@@ -74,11 +113,10 @@ def index_private_slides(study: Study) -> PrivateSlides:
     }
 
 
-def _list_private_slides(path: Path) -> Iterator[str]:
+def _list_private_slides(path: Path) -> Iterator[str | bytes]:
     with suppress(WsiFlError), BagStore(path) as store:
         yield from map(compose_text, {*store.table.slide.tolist(), *store.patch_table.patient.tolist()} - {""})
-        for marks in store.compute_marks().values():
-            yield from marks
+        yield from _hash_store(store)
 
 
 def require_published(weights: Path, key: str) -> None:
@@ -128,7 +166,7 @@ def _is_dp_release(run: RunFolder, role: str) -> bool:
     return pipeline.privacy.enabled and travels == role
 
 
-def _require_public_store(study: Study, source: Path) -> None:
+def _require_public_store(study: Study, source: Path, private_slides: PrivateSlides | None) -> None:
     with BagStore(source) as store:
         site, table = store.meta.site, store.patch_table
         if site in study.site_names():
@@ -137,10 +175,8 @@ def _require_public_store(study: Study, source: Path) -> None:
             return
         if ((table.patient != "") & (table.patient != table.slide)).any():
             raise UsageError(f"{source}: a feature store that names patients; {_PUBLIC_HINT}")
-        marks = frozenset[str]().union(*store.compute_marks().values())
-    private_slides = index_private_slides(study)
-    if private_marks := marks & private_slides.keys():
-        raise UsageError(f"{source}: features of real site {private_slides[min(private_marks)]}; {_PUBLIC_HINT}")
+        rows = _hash_store(store)
+    _require_other_rows(source, rows, index_private_slides(study) if private_slides is None else private_slides)
 
 
 def _find_site_by_slides(study: Study, source: Path) -> str | None:
