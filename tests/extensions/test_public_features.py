@@ -191,6 +191,21 @@ def vectors_of_patients(study, tmp_path):
     return tmp_path / "patients", "stamp"
 
 
+def vectors_of_patients_by_slide2vec(study, tmp_path):
+    folder, _ = of_slide2vec(
+        tmp_path / "run", [f"p{k}" for k in range(20)], d=D, encoder="uni-like", artifact_type="patient_embeddings"
+    )
+    shutil.rmtree(folder / "tiles")
+    (folder / "tile_embeddings").rename(folder / "patient_embeddings")
+    return folder, "slide2vec"
+
+
+def patients_of_slide2vec_by_folder(study, tmp_path):
+    folder, _ = of_slide2vec(tmp_path / "run", [f"p{k}" for k in range(20)], d=D, encoder="uni-like", artifact_type="")
+    (folder / "tile_embeddings").rename(folder / "patient_embeddings")
+    return folder / "patient_embeddings", "slide2vec"
+
+
 def table_of_patients(study, tmp_path):
     x = np.concatenate([bag.features for bag in bags_of()])
     np.savez(tmp_path / "t.npz", x=x, patient=np.array(["", "Meier"] * 30))
@@ -238,6 +253,8 @@ PRIVATE = [
     other_features_of_its_slides,
     its_exported_store,
     vectors_of_patients,
+    vectors_of_patients_by_slide2vec,
+    patients_of_slide2vec_by_folder,
     table_of_patients,
     table_of_its_rows,
     table_with_a_few_of_its_rows,
