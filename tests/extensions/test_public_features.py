@@ -193,7 +193,7 @@ def vectors_of_patients(study, tmp_path):
 
 def vectors_of_patients_by_slide2vec(study, tmp_path):
     folder, _ = of_slide2vec(
-        tmp_path / "run", [f"p{k}" for k in range(20)], d=D, encoder="uni-like", artifact_type="patient_embeddings"
+        tmp_path / "run", [f"x{k}" for k in range(20)], d=D, encoder="uni-like", artifact_type="patient_embeddings"
     )
     shutil.rmtree(folder / "tiles")
     (folder / "tile_embeddings").rename(folder / "patient_embeddings")
@@ -201,7 +201,7 @@ def vectors_of_patients_by_slide2vec(study, tmp_path):
 
 
 def patients_of_slide2vec_by_folder(study, tmp_path):
-    folder, _ = of_slide2vec(tmp_path / "run", [f"p{k}" for k in range(20)], d=D, encoder="uni-like", artifact_type="")
+    folder, _ = of_slide2vec(tmp_path / "run", [f"x{k}" for k in range(20)], d=D, encoder="uni-like", artifact_type="")
     (folder / "tile_embeddings").rename(folder / "patient_embeddings")
     return folder / "patient_embeddings", "slide2vec"
 
