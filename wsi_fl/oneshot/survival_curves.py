@@ -30,8 +30,9 @@ _Z = 1.96
 def estimate_curve(counts: _Floats, noise_variance: float) -> pd.DataFrame:
     """Return the share without the event at the ends of k intervals, its 95 % interval, and its s.d. by noise alone.
 
-    All are NaN from where noise hides who is at risk. Noise can make hazards negative; the share is the nearest that
-    does not rise (Barlow et al., "Statistical inference under order restrictions", 1972).
+    All are NaN from where noise hides who is at risk, or nobody is seen to pass an interval, in whose first half
+    follow-up may have ended. Noise can make hazards negative; the share is the nearest that does not rise (Barlow et
+    al., "Statistical inference under order restrictions", 1972).
 
     Args:
         counts: float64[2k + 1], events by interval, then patients censored after 0, 1, …, k passed intervals.
@@ -40,12 +41,15 @@ def estimate_curve(counts: _Floats, noise_variance: float) -> pd.DataFrame:
     from sklearn.isotonic import isotonic_regression
 
     k = len(counts) // 2
-    # 1. at risk in an interval are all who have the event in it or later, or pass it
+    # 1. at risk in an interval are all who have the event in it or later, or pass it; both numbers must be above noise
     risk = np.concatenate([np.triu(np.ones((k, k))), np.triu(np.ones((k, k + 1)), 1)], axis=1)
-    visible = np.logical_and.accumulate(risk @ counts > _Z * np.sqrt(noise_variance * risk.sum(1)))
+    seen = [
+        summed @ counts > _Z * np.sqrt(noise_variance * summed.sum(1)) for summed in (risk, risk - np.eye(k, 2 * k + 1))
+    ]
+    visible = np.logical_and.accumulate(np.logical_and(*seen))
     n = np.where(visible, risk @ counts, np.nan)
     # 2. S = Π (1 − d / n), its variance by chance (Greenwood), and its change with each count, whose noise is known
-    hazard = np.minimum(counts[:k] / n, 1)
+    hazard = counts[:k] / n
     share, chance, slope, steps = 1.0, 0.0, np.zeros(2 * k + 1), []
     for h, m, change in zip(hazard, n, (np.eye(k, 2 * k + 1) - hazard[:, None] * risk) / n[:, None], strict=True):
         chance = (1 - h) ** 2 * chance + share**2 * h.clip(0) * (1 - h) / m
@@ -126,4 +130,5 @@ def render_survival_lines(document: Mapping[str, Any]) -> Lines:
         cells = ["–" if s is None else f"{s:.2f} ({low:.2f}–{high:.2f})" for s, low, high in shares]
         rows.append([row["site"], str(row["n"]), _format_price(row), *cells])
     yield TextTable(f"share without {document['event']}", headings, rows)
-    yield TextLine(f"95 % intervals of chance and noise (–: noise hides how many are at risk); {document['picture']}")
+    ended = "–: noise hides how many are at risk, or nobody passed it"
+    yield TextLine(f"95 % intervals of chance and noise ({ended}); {document['picture']}")
