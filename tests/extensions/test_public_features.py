@@ -5,8 +5,8 @@ import shutil
 import h5py
 import numpy as np
 import pytest
-from conftest import refused
-from file_changes import make_real
+from conftest import refused, write_store
+from file_changes import edit, make_real, site_file
 from test_import_tools import of_atlaspatch, of_eva, of_slide2vec, of_slideflow
 
 from wsi_fl.evidence.bench import _read_projection
@@ -178,6 +178,32 @@ def other_features_of_its_slides(study, tmp_path):
     return write_layout(tmp_path / "again", "stamp", bags_of(7), name="own"), "stamp"
 
 
+def with_a_suffix_of_slides(study, tmp_path):
+    folder = write_layout(tmp_path / "again", "stamp", bags_of(7), name="own")
+    for file in [*folder.rglob("*.h5")]:
+        file.rename(file.with_name(f"{file.stem.upper()}.SVS.h5"))
+    return folder, "stamp"
+
+
+def of_slides_without_features(study, tmp_path):
+    study.mosaic_path("A").unlink()
+    (tmp_path / "slides").mkdir()
+    for k in range(N_SLIDES):
+        (tmp_path / "slides" / f"own{k}.ome.tif").write_bytes(b"slide")
+    edit(site_file(study, "A"), 'name = "A"', f'name = "A"\nslides = "{tmp_path}/slides/*"')
+    return tmp_path / "own", "trident"
+
+
+def of_tiled_slides(study, tmp_path):
+    study.mosaic_path("A").unlink()
+    write_store(study, "A")
+    return write_layout(tmp_path / "again", "trident", bags_of(7, n=4), name="A_slide_"), "trident"
+
+
+def other_features_of_its_slides_in_a_store(study, tmp_path):
+    return write_layout(tmp_path / "again", "store", bags_of(7), name="own"), "store"
+
+
 def its_exported_store(study, tmp_path):
     return write_layout(tmp_path / "copy", "store", bags_of(5)), "store"
 
@@ -251,6 +277,10 @@ PRIVATE = [
     own_folder,
     renamed_files,
     other_features_of_its_slides,
+    other_features_of_its_slides_in_a_store,
+    with_a_suffix_of_slides,
+    of_slides_without_features,
+    of_tiled_slides,
     its_exported_store,
     vectors_of_patients,
     vectors_of_patients_by_slide2vec,
@@ -299,6 +329,33 @@ def test_a_store_is_not_left_unchecked_for_a_damaged_patch_outside_the_sample(st
     with h5py.File(source, "r+") as file:
         file["features"][np.setdiff1d(np.arange(200), sample)[0]] = 0
     refused(lambda: project(study, source, "store"), "copy/store.h5", "damaged")
+
+
+def damaged_features(study, tmp_path):
+    path = study.mosaic_path("A")
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return "stores/A/mosaic.h5"
+
+
+def damaged_patches(study, tmp_path):
+    study.store_path("A").write_bytes(b"no store")
+    return "stores/A/patches.h5"
+
+
+def damaged_site_file(study, tmp_path):
+    site_file(study, "A").write_text("name =")
+    return "sites/A.toml"
+
+
+@pytest.mark.parametrize("damage", [damaged_features, damaged_patches, damaged_site_file])
+@pytest.mark.parametrize("form", ["store", "trident"])
+def test_an_unreadable_file_of_a_real_site_does_not_switch_the_check_off(study, tmp_path, damage, form):
+    name = damage(study, tmp_path)
+    source = write_layout(tmp_path / "other", form, bags_of())
+    refused(lambda: project(study, source, form), name)
+    assert not (study.root / "p.safetensors").exists()
+    assert project(study, source, form, public=True, facts=CLAM_SAYS_NOTHING)["dimensions"] == 8
 
 
 def test_features_of_another_tool_without_its_name_are_refused_with_the_option(study, tmp_path):
