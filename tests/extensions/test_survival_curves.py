@@ -17,7 +17,7 @@ from wsi_fl.oneshot import release_statistics as stage
 from wsi_fl.oneshot.class_statistics import NoisyStatistics, explain_invalid_statistics
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.oneshot.shared_head import SharedHead
-from wsi_fl.oneshot.survival_curves import draw_survival, estimate_curve
+from wsi_fl.oneshot.survival_curves import draw_survival, estimate_curve, render_survival_lines
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.training.run_cost import dry_run
@@ -143,6 +143,16 @@ def test_every_hospital_and_all_have_a_curve_of_their_training_patients(study):
     assert (study.root / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_curves_count_validation_patients_or_tell_how_many_they_count(study):
+    release(study, *COUNTS, OPEN, "train.val_fraction=0.4", site="S0")
+    release(study, *SURVIVAL, "model.projection=8", OPEN, "train.val_fraction=0.4", site="S1")
+    document = draw_survival(study, study.root / "curves.png")
+    curves = {row["site"]: (row["counted"], row["n"]) for row in document["curves"]}
+    assert curves["S0"] == (16, 16) and curves["S1"][0] < 12 and curves["S1"][1] == 16
+    table, _ = render_survival_lines(document)
+    assert [row[1] for row in table.rows] == [f"{counted} of {n}" for counted, n in curves.values()]
+
+
 def test_the_command_shows_epsilon_per_patient_and_its_noise(study, wsi_fl):
     release(study, *COUNTS, "privacy.target_epsilon=1")
     done = wsi_fl("survival", "--json", cwd=study.root)
@@ -185,6 +195,12 @@ def test_curves_of_other_targets_or_without_statistics_are_refused(study):
     rewritten(study.release_path("S1"), n=3)
     refused(lambda: draw_survival(study, png), "no statistics of 3 patients of site S1", error=WsiFlError)
     assert not png.exists()
+
+
+def test_counts_of_rows_of_which_no_curve_can_be_drawn_are_refused_before_they_cost(study):
+    words = "model.projection = 0 counts patients", "privacy.unit = 'patient'"
+    refused(lambda: release(study, *COUNTS, "privacy.unit=row", "privacy.target_epsilon=1", site="S0"), *words)
+    assert not list((study.root / "ledgers").glob("*")) and not study.release_path("S0").exists()
 
 
 def test_counts_without_features_give_no_model_and_are_of_survival(study):
