@@ -52,6 +52,8 @@ class OneshotHooks(StudyHooks):
         projection, kind = pipeline.model.projection, pipeline.target.target_kind
         if projection == 0 and kind != "survival":
             raise UsageError("model.projection = 0 is for survival curves: set target.time, event and intervals")
+        if projection == 0 and pipeline.privacy.unit != "patient":
+            raise UsageError("model.projection = 0 counts patients: set privacy.unit = 'patient', or leave it out")
         n = projection if isinstance(projection, int) else open_projection(study, projection).n_components
         model = {"private": linear, "proxy": f"{_HEAD_NAME}:{n}" + (f":{kind}" if kind != "classes" else "")}
         train_keys: dict[str, Any] = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}

@@ -113,7 +113,8 @@ def _draw_png(curves: Sequence[Mapping[str, Any]], ends: Sequence[float], label:
             axes.plot([0, *ends], [1, *share], color=color, marker="o", ms=3)
             axes.vlines(ends, low, high, color=color, lw=1, label="95 %")
             axes.vlines(ends, share - _Z * noise, share + _Z * noise, color=color, lw=5, alpha=0.4, label="noise")
-            axes.set_title(f"{row['site']}: {_format_counted(row)} patients, {_format_price(row)}", loc="left", fontsize=8)
+            title = f"{row['site']}: {_format_counted(row)} patients, {_format_price(row)}"
+            axes.set_title(title, loc="left", fontsize=8)
             axes.set(ylim=(0, 1.03), xlim=(0, 1.05 * ends[-1]), xlabel=label, ylabel="without the event")
         axes.legend(frameon=False)
         return figures.render_png(figure)
