@@ -5,8 +5,8 @@ import shutil
 import h5py
 import numpy as np
 import pytest
-from conftest import refused
-from file_changes import make_real
+from conftest import refused, write_store
+from file_changes import edit, make_real, site_file
 from test_import_tools import of_atlaspatch, of_eva, of_slide2vec, of_slideflow
 
 from wsi_fl.evidence.bench import _read_projection
@@ -17,6 +17,7 @@ from wsi_fl.oneshot.projection import read_projection
 from wsi_fl.oneshot.public_features import MAX_PATCHES, read_public_features
 from wsi_fl.stages.prepare.import_export import ImportFacts, import_features
 from wsi_fl.stages.prepare.init_study import init_study
+from wsi_fl.stages.site.public_sources import index_private_slides, sample_indices
 from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.stores.foreign_writers import write_clam
@@ -177,6 +178,32 @@ def other_features_of_its_slides(study, tmp_path):
     return write_layout(tmp_path / "again", "stamp", bags_of(7), name="own"), "stamp"
 
 
+def with_a_suffix_of_slides(study, tmp_path):
+    folder = write_layout(tmp_path / "again", "stamp", bags_of(7), name="own")
+    for file in [*folder.rglob("*.h5")]:
+        file.rename(file.with_name(f"{file.stem.upper()}.SVS.h5"))
+    return folder, "stamp"
+
+
+def of_slides_without_features(study, tmp_path):
+    study.mosaic_path("A").unlink()
+    (tmp_path / "slides").mkdir()
+    for k in range(N_SLIDES):
+        (tmp_path / "slides" / f"own{k}.ome.tif").write_bytes(b"slide")
+    edit(site_file(study, "A"), 'name = "A"', f'name = "A"\nslides = "{tmp_path}/slides/*"')
+    return tmp_path / "own", "trident"
+
+
+def of_tiled_slides(study, tmp_path):
+    study.mosaic_path("A").unlink()
+    write_store(study, "A")
+    return write_layout(tmp_path / "again", "trident", bags_of(7, n=4), name="A_slide_"), "trident"
+
+
+def other_features_of_its_slides_in_a_store(study, tmp_path):
+    return write_layout(tmp_path / "again", "store", bags_of(7), name="own"), "store"
+
+
 def its_exported_store(study, tmp_path):
     return write_layout(tmp_path / "copy", "store", bags_of(5)), "store"
 
@@ -190,19 +217,81 @@ def vectors_of_patients(study, tmp_path):
     return tmp_path / "patients", "stamp"
 
 
+def vectors_of_patients_by_slide2vec(study, tmp_path):
+    folder, _ = of_slide2vec(
+        tmp_path / "run", [f"x{k}" for k in range(20)], d=D, encoder="uni-like", artifact_type="patient_embeddings"
+    )
+    shutil.rmtree(folder / "tiles")
+    (folder / "tile_embeddings").rename(folder / "patient_embeddings")
+    return folder, "slide2vec"
+
+
+def patients_of_slide2vec_by_folder(study, tmp_path):
+    folder, _ = of_slide2vec(tmp_path / "run", [f"x{k}" for k in range(20)], d=D, encoder="uni-like", artifact_type="")
+    (folder / "tile_embeddings").rename(folder / "patient_embeddings")
+    return folder / "patient_embeddings", "slide2vec"
+
+
 def table_of_patients(study, tmp_path):
     x = np.concatenate([bag.features for bag in bags_of()])
     np.savez(tmp_path / "t.npz", x=x, patient=np.array(["", "Meier"] * 30))
     return tmp_path / "t.npz", "npz"
 
 
+def own_rows():
+    return np.concatenate([bag.features for bag in bags_of(5)])
+
+
+def table_of_its_rows(study, tmp_path):
+    np.savez(tmp_path / "t.npz", x=own_rows().astype(np.float16))
+    return tmp_path / "t.npz", "npz"
+
+
+def table_with_a_few_of_its_rows(study, tmp_path):
+    rows = np.concatenate([own_rows()[:2], *(bag.features for bag in bags_of(8))])
+    np.savetxt(tmp_path / "t.csv", rows, delimiter=",", header=",".join(f"f{k}" for k in range(D)), comments="")
+    return tmp_path / "t.csv", "csv"
+
+
+def table_of_named_slides(study, tmp_path):
+    x = np.concatenate([bag.features for bag in bags_of()])
+    np.savez(tmp_path / "t.npz", x=x, Slide_ID=np.repeat([f"own{k}" for k in range(N_SLIDES)], 10))
+    return tmp_path / "t.npz", "npz"
+
+
+def its_slides_in_one_file(study, tmp_path):
+    x = own_rows()
+    return write_layout(tmp_path / "merged", "trident", [Bag(x, np.zeros((len(x), 2), np.int64))]), "trident"
+
+
+def without_a_patch_of_each_slide(study, tmp_path, form="trident"):
+    bags = [Bag(bag.features[:9], bag.xy_l0[:9]) for bag in bags_of(5)]
+    return write_layout(tmp_path / "less", form, bags), form
+
+
+def its_store_without_a_patch_of_each_slide(study, tmp_path):
+    return without_a_patch_of_each_slide(study, tmp_path, "store")
+
+
 PRIVATE = [
     own_folder,
     renamed_files,
     other_features_of_its_slides,
+    other_features_of_its_slides_in_a_store,
+    with_a_suffix_of_slides,
+    of_slides_without_features,
+    of_tiled_slides,
     its_exported_store,
     vectors_of_patients,
+    vectors_of_patients_by_slide2vec,
+    patients_of_slide2vec_by_folder,
     table_of_patients,
+    table_of_its_rows,
+    table_with_a_few_of_its_rows,
+    table_of_named_slides,
+    its_slides_in_one_file,
+    without_a_patch_of_each_slide,
+    its_store_without_a_patch_of_each_slide,
 ]
 
 
@@ -212,6 +301,61 @@ def test_features_of_a_hospitals_patients_are_public_only_when_declared(study, t
     refused(lambda: project(study, source, form), "give public reference slides, or --public if it is public")
     assert not (study.root / "p.safetensors").exists()
     assert project(study, source, form, public=True)["dimensions"] == 8
+
+
+def test_rows_of_one_number_in_both_are_no_sign_of_a_patient(study, tmp_path):
+    blank = np.zeros((1, D), np.float32)
+    bags = [Bag(np.r_[bag.features, blank], np.zeros((11, 2), np.int64)) for bag in bags_of(5)]
+    study.mosaic_path("A").chmod(0o600)
+    write_public_store(study.mosaic_path("A"), bags)
+    x = np.concatenate([blank, *(bag.features for bag in bags_of())])
+    np.savez(tmp_path / "t.npz", x=x)
+    assert project(study, tmp_path / "t.npz", "npz")["dimensions"] == 8
+    np.savez(tmp_path / "t.npz", x=np.concatenate([x, bags[0].features[:1]]))
+    refused(lambda: project(study, tmp_path / "t.npz", "npz"), "1 of its rows are features of real site A")
+
+
+def test_of_a_large_store_a_sample_of_every_slide_is_compared(study, tmp_path, monkeypatch):
+    monkeypatch.setattr("wsi_fl.stages.site.public_sources._MAX_ROWS", 3 * N_SLIDES)
+    rows = index_private_slides(study)
+    assert sum(isinstance(key, bytes) for key in rows) == 3 * N_SLIDES
+    source, form = without_a_patch_of_each_slide(study, tmp_path)
+    refused(lambda: project(study, source, form), "of its rows are features of real site A")
+
+
+def test_a_store_is_not_left_unchecked_for_a_damaged_patch_outside_the_sample(study, tmp_path):
+    bags = [Bag(np.repeat(bag.features, 20, 0), np.zeros((200, 2), np.int64)) for bag in bags_of(5)]
+    source, sample = write_layout(tmp_path / "copy", "store", bags), sample_indices(200, MAX_PATCHES // N_SLIDES)
+    with h5py.File(source, "r+") as file:
+        file["features"][np.setdiff1d(np.arange(200), sample)[0]] = 0
+    refused(lambda: project(study, source, "store"), "copy/store.h5", "damaged")
+
+
+def damaged_features(study, tmp_path):
+    path = study.mosaic_path("A")
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return "stores/A/mosaic.h5"
+
+
+def damaged_patches(study, tmp_path):
+    study.store_path("A").write_bytes(b"no store")
+    return "stores/A/patches.h5"
+
+
+def damaged_site_file(study, tmp_path):
+    site_file(study, "A").write_text("name =")
+    return "sites/A.toml"
+
+
+@pytest.mark.parametrize("damage", [damaged_features, damaged_patches, damaged_site_file])
+@pytest.mark.parametrize("form", ["store", "trident"])
+def test_an_unreadable_file_of_a_real_site_does_not_switch_the_check_off(study, tmp_path, damage, form):
+    name = damage(study, tmp_path)
+    source = write_layout(tmp_path / "other", form, bags_of())
+    refused(lambda: project(study, source, form), name)
+    assert not (study.root / "p.safetensors").exists()
+    assert project(study, source, form, public=True, facts=CLAM_SAYS_NOTHING)["dimensions"] == 8
 
 
 def test_features_of_another_tool_without_its_name_are_refused_with_the_option(study, tmp_path):

@@ -17,7 +17,7 @@ from wsi_fl.oneshot import release_statistics as stage
 from wsi_fl.oneshot.class_statistics import NoisyStatistics, explain_invalid_statistics
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.oneshot.shared_head import SharedHead
-from wsi_fl.oneshot.survival_curves import draw_survival, estimate_curve
+from wsi_fl.oneshot.survival_curves import draw_survival, estimate_curve, render_survival_lines
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.training.run_cost import dry_run
@@ -34,9 +34,9 @@ def draw_patients(n, seed):
     return np.stack([np.minimum(time, left), time < left], axis=1)
 
 
-def count(truth):
-    columns = target_columns(SurvivalTask(ENDS), torch.from_numpy(truth))
-    return torch.bincount(columns, minlength=2 * len(ENDS) + 1).double().numpy()
+def count(truth, ends=ENDS):
+    columns = target_columns(SurvivalTask(ends), torch.from_numpy(truth))
+    return torch.bincount(columns, minlength=2 * len(ends) + 1).double().numpy()
 
 
 def share_at_ends(truth):
@@ -75,14 +75,35 @@ def test_the_interval_covers_chance_and_noise_and_its_noise_is_what_noise_adds()
 
 
 def test_a_curve_ends_where_noise_hides_who_is_at_risk():
-    counts = np.array([4.0, 2, 1, 1, 0, 8, 10, 20, 0])
+    counts = np.array([4.0, 2, 1, 1, 0, 8, 10, 10, 10])
     exact, noisy = estimate_curve(counts, 0.0), estimate_curve(counts, 7.0**2)
     assert exact.share.notna().all() and noisy.share.notna().tolist() == [True, True, False, False]
     assert estimate_curve(counts - 50, 4.0).share.isna().all()
     falling = estimate_curve(np.array([-3.0, 9, -2, 4, 0, 0, 0, 0, 60]), 2.0)
     assert (np.diff(falling.share) <= 0).all() and falling.share[0] == 1
-    nobody_left = estimate_curve(np.array([20.0, 20, 0, 0, 0]), 2.0)
-    assert nobody_left.share[1] == 0 and nobody_left.high[1] > 0.05  # which noise may have hidden
+    for noise_variance in (0.0, 2.0):
+        nobody_left = estimate_curve(np.array([20.0, 20, 0, 0, 0]), noise_variance)
+        assert nobody_left.share[0] == 0.5 and np.isnan(nobody_left.share[1]) and np.isnan(nobody_left.at_risk[1])
+
+
+def test_a_curve_ends_where_follow_up_ends_before_the_middle_of_an_interval():
+    rng, ends = np.random.default_rng(0), (12.0, 36.0, 60.0)
+    time, left = rng.exponential(60, 400), rng.uniform(6, 48, 400)
+    truth = np.stack([np.minimum(time, left), time < left], axis=1)
+    for noise_sd in (0.0, 3.73):
+        curve = estimate_curve(count(truth, ends) + rng.normal(0, noise_sd, 7), noise_sd**2)
+        assert curve.share.notna().tolist() == [True, True, False]
+        np.testing.assert_allclose(curve.share[:2], np.exp(-np.array(ends[:2]) / 60), atol=0.1)
+
+
+@pytest.mark.parametrize(("ends", "expected"), [((24.0, 48.0), 0.77), ((12.0, 24.0, 36.0), 0.95)])
+def test_heavy_censoring_within_an_interval_costs_the_coverage_that_the_guide_states(ends, expected):
+    rng, n_covered, n_draws = np.random.default_rng(0), 0, 200
+    for _ in range(n_draws):
+        time, left = rng.exponential(60, 2000), rng.uniform(0, 40, 2000)
+        last = estimate_curve(count(np.stack([np.minimum(time, left), time < left], axis=1), ends), 0.0).iloc[-1]
+        n_covered += last.low <= np.exp(-ends[-1] / 60) <= last.high
+    assert n_covered / n_draws == pytest.approx(expected, abs=0.07)
 
 
 def test_a_patient_adds_one_to_one_count_and_forged_counts_are_refused():
@@ -120,6 +141,16 @@ def test_every_hospital_and_all_have_a_curve_of_their_training_patients(study):
         np.testing.assert_allclose(np.array(row["share"], float), expected, atol=1e-5)
     assert [row["site"] for row in document["curves"]] == ["S0", "S1", "S2", "all"]
     assert (study.root / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_count_validation_patients_or_tell_how_many_they_count(study):
+    release(study, *COUNTS, OPEN, "train.val_fraction=0.4", site="S0")
+    release(study, *SURVIVAL, "model.projection=8", OPEN, "train.val_fraction=0.4", site="S1")
+    document = draw_survival(study, study.root / "curves.png")
+    curves = {row["site"]: (row["counted"], row["n"]) for row in document["curves"]}
+    assert curves["S0"] == (16, 16) and curves["S1"][0] < 12 and curves["S1"][1] == 16
+    table, _ = render_survival_lines(document)
+    assert [row[1] for row in table.rows] == [f"{counted} of {n}" for counted, n in curves.values()]
 
 
 def test_the_command_shows_epsilon_per_patient_and_its_noise(study, wsi_fl):
@@ -164,6 +195,12 @@ def test_curves_of_other_targets_or_without_statistics_are_refused(study):
     rewritten(study.release_path("S1"), n=3)
     refused(lambda: draw_survival(study, png), "no statistics of 3 patients of site S1", error=WsiFlError)
     assert not png.exists()
+
+
+def test_counts_of_rows_of_which_no_curve_can_be_drawn_are_refused_before_they_cost(study):
+    words = "model.projection = 0 counts patients", "privacy.unit = 'patient'"
+    refused(lambda: release(study, *COUNTS, "privacy.unit=row", "privacy.target_epsilon=1", site="S0"), *words)
+    assert not list((study.root / "ledgers").glob("*")) and not study.release_path("S0").exists()
 
 
 def test_counts_without_features_give_no_model_and_are_of_survival(study):

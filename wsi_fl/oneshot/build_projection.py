@@ -26,7 +26,6 @@ from wsi_fl.oneshot.public_features import (
     combine_digests,
     is_feature_source,
     read_public_features,
-    sample_indices,
 )
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.slides.patching.slide_plan import plan_slide
@@ -38,7 +37,7 @@ from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_plan_params
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.runtime.hints import next_command
 from wsi_fl.stages.site.encoders import list_study_encoders, load_encoder
-from wsi_fl.stages.site.public_sources import PrivateSlides, index_private_slides, require_public
+from wsi_fl.stages.site.public_sources import PrivateSlides, index_private_slides, require_public, sample_indices
 from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -179,7 +178,7 @@ class _SourceReader:
         if self.public or self.form:  # another tool's files are checked when they are read
             return
         try:
-            require_public(self.study, path)
+            require_public(self.study, path, lambda: self._private_slides)
         except UsageError:
             raise
         except WsiFlError:  # an unreadable store is reported or skipped when its features are loaded
@@ -187,7 +186,8 @@ class _SourceReader:
 
     def _read_source(self, path: Path, *, is_named: bool) -> PublicFeatures:
         if is_feature_source(path, self.form, is_named=is_named):
-            return read_public_features(path, self.form, self.facts, self._private_slides)
+            private_slides = None if self.public else self._private_slides
+            return read_public_features(path, self.form, self.facts, private_slides)
         features = self._extract_features(path)
         digest = file_sha256(path) if path.is_file() else _hash_folder(path)
         source = ProjectionSource(name=path.name, rows=len(features), sha256=digest)
@@ -201,8 +201,8 @@ class _SourceReader:
             raise UsageError(str(error)) from None
 
     @cached_property
-    def _private_slides(self) -> PrivateSlides | None:
-        return None if self.public else index_private_slides(self.study)
+    def _private_slides(self) -> PrivateSlides:
+        return index_private_slides(self.study)
 
     def _extract_features(self, path: Path) -> NDArray[np.float32]:
         """Return features float32[m, d] of some patches of a slide or picture."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from wsi_fl.oneshot.released_statistics import (
     STATISTICS_RUN,
@@ -52,9 +52,13 @@ class OneshotHooks(StudyHooks):
         projection, kind = pipeline.model.projection, pipeline.target.target_kind
         if projection == 0 and kind != "survival":
             raise UsageError("model.projection = 0 is for survival curves: set target.time, event and intervals")
+        if projection == 0 and pipeline.privacy.unit != "patient":
+            raise UsageError("model.projection = 0 counts patients: set privacy.unit = 'patient', or leave it out")
         n = projection if isinstance(projection, int) else open_projection(study, projection).n_components
         model = {"private": linear, "proxy": f"{_HEAD_NAME}:{n}" + (f":{kind}" if kind != "classes" else "")}
-        train_keys = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
+        train_keys: dict[str, Any] = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
+        if projection == 0:  # no model is chosen by them, and curves need all
+            train_keys["val_fraction"] = 0.0
         return pipeline.replace_keys(train=train_keys, model=model, privacy={"clip": 1.0, "mode": "strict"})
 
     def check(self, context: RunContext, *, is_synced: bool) -> None:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.golden import GOLDEN_SLIDE
 from wsi_fl.oneshot.projection import ProjectionSource
-from wsi_fl.stages.prepare.feature_columns import TABLE_SUFFIXES, read_columns
+from wsi_fl.stages.prepare.feature_columns import TABLE_SUFFIXES, names_slides, read_columns
 from wsi_fl.stages.prepare.import_export import FeatureFile, ImportFacts, find_feature_files, resolve_encoder
-from wsi_fl.stages.site.public_sources import PrivateSlides, require_public_features
+from wsi_fl.stages.site.public_sources import PrivateSlides, require_public_features, sample_indices
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.stores.foreign_slides import FileFacts
 from wsi_fl.system.file_names import is_missing
@@ -67,7 +67,7 @@ def _read_table(path: Path, facts: ImportFacts, private_slides: PrivateSlides | 
     x, _, patient = read_columns(path, needs_labels=False)
     features = x.astype(np.float32)
     if private_slides is not None:
-        names_patients = not all(is_missing(str(name)) for name in patient.tolist())
+        names_patients = names_slides(path) or not all(is_missing(str(name)) for name in patient.tolist())
         require_public_features(path, features, private_slides, names_patients=names_patients)
     encoder = resolve_encoder([FeatureFile(path.name, path, features.shape[1], FileFacts())], facts)
     source = ProjectionSource(name=path.name, rows=min(len(features), MAX_PATCHES), sha256=file_sha256(path))
@@ -107,11 +107,6 @@ def _read_layout(path: Path, form: str, facts: ImportFacts, private_slides: Priv
     digest = combine_digests({file.name: file_sha256(file.path) for file in files})
     source = ProjectionSource(name=path.name, rows=len(features), sha256=digest)
     return PublicFeatures(source, features, encoder, excluded)
-
-
-def sample_indices(n: int, n_max: int) -> NDArray[np.int64]:
-    """Return a sorted, bounded sample of n indices, the same every time."""
-    return np.sort(np.random.default_rng(0).permutation(n)[:n_max])
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:

@@ -30,8 +30,9 @@ _Z = 1.96
 def estimate_curve(counts: _Floats, noise_variance: float) -> pd.DataFrame:
     """Return the share without the event at the ends of k intervals, its 95 % interval, and its s.d. by noise alone.
 
-    All are NaN from where noise hides who is at risk. Noise can make hazards negative; the share is the nearest that
-    does not rise (Barlow et al., "Statistical inference under order restrictions", 1972).
+    All are NaN from where noise hides who is at risk, or nobody is seen to pass an interval, in whose first half
+    follow-up may have ended. Noise can make hazards negative; the share is the nearest that does not rise (Barlow et
+    al., "Statistical inference under order restrictions", 1972).
 
     Args:
         counts: float64[2k + 1], events by interval, then patients censored after 0, 1, …, k passed intervals.
@@ -40,12 +41,15 @@ def estimate_curve(counts: _Floats, noise_variance: float) -> pd.DataFrame:
     from sklearn.isotonic import isotonic_regression
 
     k = len(counts) // 2
-    # 1. at risk in an interval are all who have the event in it or later, or pass it
+    # 1. at risk in an interval are all who have the event in it or later, or pass it; both numbers must be above noise
     risk = np.concatenate([np.triu(np.ones((k, k))), np.triu(np.ones((k, k + 1)), 1)], axis=1)
-    visible = np.logical_and.accumulate(risk @ counts > _Z * np.sqrt(noise_variance * risk.sum(1)))
+    above_noise = [
+        summed @ counts > _Z * np.sqrt(noise_variance * summed.sum(1)) for summed in (risk, risk - np.eye(k, 2 * k + 1))
+    ]
+    visible = np.logical_and.accumulate(np.logical_and(*above_noise))
     n = np.where(visible, risk @ counts, np.nan)
     # 2. S = Π (1 − d / n), its variance by chance (Greenwood), and its change with each count, whose noise is known
-    hazard = np.minimum(counts[:k] / n, 1)
+    hazard = counts[:k] / n
     share, chance, slope, steps = 1.0, 0.0, np.zeros(2 * k + 1), []
     for h, m, change in zip(hazard, n, (np.eye(k, 2 * k + 1) - hazard[:, None] * risk) / n[:, None], strict=True):
         chance = (1 - h) ** 2 * chance + share**2 * h.clip(0) * (1 - h) / m
@@ -80,7 +84,8 @@ def draw_survival(study: Study, out: Path) -> dict[str, Any]:
     curves = []
     for (site, epsilon), (n, counts, variance) in zip(owners, rows, strict=True):
         curve = estimate_curve(counts, variance).round(6).astype(object)
-        row = {"site": site, "n": n, "epsilon": epsilon, "count_noise_sd": variance**0.5}
+        counted = int(counts.sum().clip(0, n).round())  # n has also those held out, and those without a target
+        row = {"site": site, "n": n, "counted": counted, "epsilon": epsilon, "count_noise_sd": variance**0.5}
         curves.append(row | curve.where(curve.notna(), None).to_dict("list"))
     write_bytes(out, _draw_png(curves, target.intervals or [], f"{target.time} until {target.event}"))
     facts = {"event": target.event, "time": target.time, "ends": target.intervals, "delta": headers[0].delta}
@@ -108,10 +113,15 @@ def _draw_png(curves: Sequence[Mapping[str, Any]], ends: Sequence[float], label:
             axes.plot([0, *ends], [1, *share], color=color, marker="o", ms=3)
             axes.vlines(ends, low, high, color=color, lw=1, label="95 %")
             axes.vlines(ends, share - _Z * noise, share + _Z * noise, color=color, lw=5, alpha=0.4, label="noise")
-            axes.set_title(f"{row['site']}: {row['n']} patients, {_format_price(row)}", loc="left", fontsize=9)
+            title = f"{row['site']}: {_format_counted(row)} patients, {_format_price(row)}"
+            axes.set_title(title, loc="left", fontsize=8)
             axes.set(ylim=(0, 1.03), xlim=(0, 1.05 * ends[-1]), xlabel=label, ylabel="without the event")
         axes.legend(frameon=False)
         return figures.render_png(figure)
+
+
+def _format_counted(row: Mapping[str, Any]) -> str:
+    return f"{row['counted']} of {row['n']}"
 
 
 def _format_price(row: Mapping[str, Any]) -> str:
@@ -124,6 +134,7 @@ def render_survival_lines(document: Mapping[str, Any]) -> Lines:
     for row in document["curves"]:
         shares = zip(row["share"], row["low"], row["high"], strict=True)
         cells = ["–" if s is None else f"{s:.2f} ({low:.2f}–{high:.2f})" for s, low, high in shares]
-        rows.append([row["site"], str(row["n"]), _format_price(row), *cells])
+        rows.append([row["site"], _format_counted(row), _format_price(row), *cells])
     yield TextTable(f"share without {document['event']}", headings, rows)
-    yield TextLine(f"95 % intervals of chance and noise (–: noise hides how many are at risk); {document['picture']}")
+    ended = "–: noise hides how many are at risk, or nobody passed it"
+    yield TextLine(f"95 % intervals of chance and noise ({ended}); {document['picture']}")

@@ -102,18 +102,16 @@ class Bag:
         return bool((self.xy_l0 != UNKNOWN_PLACE).any())
 
 
-def hash_features(features: Features) -> str:
-    """Return a digest of the features [m, d] of a slide, independent of their order and precision."""
+def hash_rows(features: Features) -> list[bytes]:
+    """Return a hash of 8 bytes of each row of features [m, d], the same in float16 and in higher precision."""
     with np.errstate(over="ignore"):
         rows = np.ascontiguousarray(features, np.float16)
-    digests = sorted(hashlib.blake2b(row, digest_size=8).digest() for row in rows)
-    return f"features {hashlib.sha256(b''.join(digests)).hexdigest()}"
+    return [hashlib.blake2b(row, digest_size=8).digest() for row in rows]
 
 
-def mark_features(features: Features) -> str:
-    """Return the digest of the features float32[m, d] of a slide by which `BagStore.compute_marks` knows it."""
-    sums = checksum_rows(np.ascontiguousarray(features, np.float32))
-    return _mark_rows(sums, features if len(features) < _MIN_MARK_ROWS else None)
+def hash_features(features: Features) -> str:
+    """Return a digest of the features [m, d] of a slide, independent of their order and precision."""
+    return f"features {hashlib.sha256(b''.join(sorted(hash_rows(features)))).hexdigest()}"
 
 
 def _mark_rows(sums: NDArray[np.uint32], few_rows: Features | None) -> str:

@@ -42,7 +42,8 @@ from wsi_fl.stores.images import UNREADABLE, read_npz
 from wsi_fl.system.files import refuse_unavailable, require_regular_file
 from wsi_fl.types import WsiFlError, single_line
 
-_SLIDE2VEC_FOLDERS = ("tile_embeddings", "slide_embeddings", "patient_embeddings", "image_embeddings")
+_SLIDE2VEC_PATIENTS = "patient_embeddings"
+_SLIDE2VEC_FOLDERS = ("tile_embeddings", "slide_embeddings", _SLIDE2VEC_PATIENTS, "image_embeddings")
 _SLIDEFLOW_CONFIG = "bags_config.json"
 
 
@@ -156,6 +157,7 @@ def read_slide2vec(path: Path) -> ForeignSlide:
         mpp_l0=mpp * size / size_l0 if mpp and size and size_l0 else None,
         input_px=round(input_px) if input_px else None,
         transform=transform or None,
+        names_patients=_SLIDE2VEC_PATIENTS in (meta.get("artifact_type"), path.absolute().parent.name),
     )
     if meta.get("artifact_type") != "tile_embeddings":
         return ForeignSlide(features, None, facts)

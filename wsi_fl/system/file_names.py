@@ -76,6 +76,16 @@ def slide_of(path: Path) -> str:
     return compose_text(path.stem)
 
 
+def drop_suffixes(name: str) -> str:
+    """Return the name of a slide without the suffixes of slides, pictures and features at its end.
+
+    Example:
+        >>> drop_suffixes("a.ome.tif.h5"), drop_suffixes("B12.3")
+        ('a', 'B12.3')
+    """
+    return _SUFFIXES.sub("", name)
+
+
 def is_companion(path: Path) -> bool:
     """Return whether a file or folder is hidden, a lock, a backup copy, or a companion of macOS or Windows.
 
@@ -115,7 +125,7 @@ def find_file(path: Path) -> Path:
 
 _LIKENESSES: Mapping[str, Callable[[str], str]] = {
     "upper and lower case": str.casefold,
-    "suffixes": lambda name: _SUFFIXES.sub("", name),
+    "suffixes": drop_suffixes,
     "leading zeros": lambda name: _ZEROS.sub("", name),
     "the UUID": lambda name: _BARCODE.sub(r"\1", _UUID.sub("", name)),
     "spaces, dots, dashes and underscores": lambda name: re.sub(r"[\s._-]+", "", name),

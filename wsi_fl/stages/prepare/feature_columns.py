@@ -18,6 +18,8 @@ from wsi_fl.types import UsageError, single_line
 TABLE_SUFFIXES = (".npz", ".csv")
 _NON_FEATURE_COLUMNS = ("label", "patient")
 """Columns of a table without features."""
+_IDENTIFIERS = ("slide", "patient", "case")
+"""First words of names of arrays that name slides or patients."""
 
 FeatureColumns = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 """Features [n, d], labels [n] and patients [n]; "" where unknown."""
@@ -36,6 +38,14 @@ def read_columns(path: Path, *, needs_labels: bool = True) -> FeatureColumns:
     x, y, patient = read(path, needs_labels)
     require_columns(path, x, y, patient)
     return x, y, patient
+
+
+def names_slides(path: Path) -> bool:
+    """Return whether an `.npz` that `read_columns` has read has more columns than that of patients that name them."""
+    if path.suffix != ".npz":
+        return False
+    with np.load(path, allow_pickle=False) as loaded:
+        return any(name.lower().startswith(_IDENTIFIERS) and name != "patient" for name in loaded.files)
 
 
 def require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any]) -> None:

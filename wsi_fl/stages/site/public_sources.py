@@ -5,31 +5,40 @@ A source is refused on any sign that it is of a hospital's patients, unless decl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.slides.reading.formats import is_slide_folder
-from wsi_fl.slides.reading.formats.dicom_headers import resolve_slide_path
+from wsi_fl.slides.reading.formats import is_slide_folder, slide_name
+from wsi_fl.slides.reading.formats.dicom_headers import is_dicom, resolve_slide_path
 from wsi_fl.stages.site.run_context import find_method
 from wsi_fl.stages.site.slide_files import list_slides
-from wsi_fl.stores.bag_store import BagStore, Features, mark_features
+from wsi_fl.stores.bag_store import BagStore, Features, hash_rows
+from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study, load_run_pipeline
-from wsi_fl.system.file_names import compose_text, slide_of
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.system.file_names import compose_text, drop_suffixes, slide_of
+from wsi_fl.types import PatchTable, UsageError, WsiFlError
 
-PrivateSlides = Mapping[str, str]
-"""Name or digest of features → real site, of the slides and patients of real sites."""
+PrivateSlides = Mapping[str | bytes, str]
+"""Key of the name of a slide or patient, or hash of the features of a patch → real site."""
+_MAX_ROWS = 1 << 18
+"""Patches of a store that are compared, equally many of every slide; two samples of a store of 10⁷ patches share about
+7 000."""
 _PUBLIC_HINT = "results from it leave without any ε: give public reference slides, or --public if it is public"
 
 
-def require_public(study: Study, source: Path) -> None:
+def require_public(study: Study, source: Path, find_private: Callable[[], PrivateSlides] | None = None) -> None:
     """Refuse a slide, picture or feature store of a hospital's patients.
 
     Such a source is in `stores/` of a study whose site of that name is not simulated, is a slide of a real site of the
-    study (under any name), is a store of a real site, or names patients and is of no simulated site of the study. A
-    site without a readable file counts as real.
+    study (under any name), is a store of a real site, or is of no simulated site of the study and names patients,
+    or slides or features of a real site. A site without a readable file counts as real.
+
+    Args:
+        find_private: gives `index_private_slides`, for stores; None to read it.
 
     Raises:
         UsageError: in one line that names the reason.
@@ -37,7 +46,7 @@ def require_public(study: Study, source: Path) -> None:
     if (site := _find_site_by_place(source)) is not None:
         raise UsageError(f"{source}: lies in the stores of real site {site}; {_PUBLIC_HINT}")
     if source.suffix == ".h5":
-        _require_public_store(study, source)
+        _require_public_store(study, source, find_private or (lambda: index_private_slides(study)))
     elif (site := _find_site_by_slides(study, source)) is not None:
         raise UsageError(f"{source}: is a slide of real site {site}; {_PUBLIC_HINT}")
 
@@ -47,7 +56,8 @@ def require_public_features(
 ) -> None:
     """Refuse another tool's file, or a table, of a hospital's patients.
 
-    Such a file lies in the stores of a real site, names patients, or has the name or the features of a slide in them.
+    Such a file lies in the stores of a real site, names patients, or has the name of a slide or the features of a patch
+    of a real site.
 
     Args:
         features: float32[m, d].
@@ -58,27 +68,75 @@ def require_public_features(
     """
     if names_patients:
         raise UsageError(f"{source}: features that name patients; {_PUBLIC_HINT}")
-    site = _find_site_by_place(source) or private_slides.get(slide_of(source))
-    if site := site or private_slides.get(mark_features(features)):
+    if (site := _find_site_by_place(source)) is not None:
         raise UsageError(f"{source}: features of real site {site}; {_PUBLIC_HINT}")
+    _require_other_slides(source, {_normalize_name(slide_of(source))}, _hash_patches(features), private_slides)
+
+
+def sample_indices(n: int, n_max: int) -> NDArray[np.int64]:
+    """Return a sorted, bounded sample of n indices, the same every time."""
+    return np.sort(np.random.default_rng(0).permutation(n)[:n_max])
+
+
+def _require_other_slides(source: Path, names: set[str], rows: set[bytes], private_slides: PrivateSlides) -> None:
+    """Refuse names of a real site, and patches: no other patch has the same features, even rounded to float16."""
+    if private_names := names & private_slides.keys():
+        name = min(private_names)
+        raise UsageError(f"{source}: {name} is a slide or patient of real site {private_slides[name]}; {_PUBLIC_HINT}")
+    if private_rows := rows & private_slides.keys():
+        site = private_slides[min(private_rows)]
+        raise UsageError(f"{source}: {len(private_rows)} of its rows are features of real site {site}; {_PUBLIC_HINT}")
+
+
+def _normalize_name(name: str) -> str:
+    """Return the key by which names of slides and patients are compared."""
+    return drop_suffixes(compose_text(name)).casefold()
+
+
+def _list_names(table: PatchTable) -> set[str]:
+    return {_normalize_name(name) for name in {*table.slide.tolist(), *table.patient.tolist()} - {""}}
+
+
+def _hash_patches(features: Features) -> set[bytes]:
+    """Return hashes of rows, without rows of one number, such as the zeros of a patch that could not be read."""
+    return set(hash_rows(features[np.ptp(features, axis=1) > 0]))
+
+
+def _hash_store(store: BagStore) -> set[bytes]:
+    """Return hashes of the patches of a store, or of a sample of each slide's; UsageError for damage."""
+    n_per_slide, hashes = max(1, _MAX_ROWS // len(store)), set[bytes]()
+    try:
+        for rows in map(store.bag_rows, range(len(store))):
+            hashes |= _hash_patches(store.read(rows.start + sample_indices(rows.stop - rows.start, n_per_slide)))
+    except WsiFlError as error:  # no fault for which a source may be skipped, as the rest would go unchecked
+        raise UsageError(str(error)) from None
+    return hashes
 
 
 def index_private_slides(study: Study) -> PrivateSlides:
-    """Return name or digest of features → real site, of the slides and patients in the feature stores of real sites."""
-    return {
-        key: site
-        for site in study.site_names()
-        if not _is_simulated(study, site)
-        for path in (study.mosaic_path(site), study.features_path(site))
-        for key in _list_private_slides(path)
-    }
+    """Return the slides, patients and patches of real sites, from the slides that they name and their stores.
+
+    Raises:
+        UsageError: for an unreadable site file or store, without which nothing can be compared.
+    """
+    sites = [site for site in study.site_names() if not _is_simulated(study, site)]
+    try:
+        return {key: site for site in sites for key in _list_private_slides(study, site)}
+    except WsiFlError as error:
+        raise UsageError(f"{error}; or state --public if all sources are public") from None
 
 
-def _list_private_slides(path: Path) -> Iterator[str]:
-    with suppress(WsiFlError), BagStore(path) as store:
-        yield from map(compose_text, {*store.table.slide.tolist(), *store.patch_table.patient.tolist()} - {""})
-        for marks in store.compute_marks().values():
-            yield from marks
+def _list_private_slides(study: Study, site: str) -> Iterator[str | bytes]:
+    for path in list_slides(study, study.load_site(site)):
+        yield _normalize_name(slide_name(path.parent if is_dicom(path) else path))
+    if (path := study.store_path(site)).exists():
+        with PatchStore(path) as patches:
+            yield from _list_names(patches.table)
+    for path in (study.mosaic_path(site), study.features_path(site)):
+        if path.exists():
+            with BagStore(path) as store:
+                yield from _list_names(store.patch_table)
+                yield from _hash_store(store)
 
 
 def require_published(weights: Path, key: str) -> None:
@@ -128,7 +186,7 @@ def _is_dp_release(run: RunFolder, role: str) -> bool:
     return pipeline.privacy.enabled and travels == role
 
 
-def _require_public_store(study: Study, source: Path) -> None:
+def _require_public_store(study: Study, source: Path, find_private: Callable[[], PrivateSlides]) -> None:
     with BagStore(source) as store:
         site, table = store.meta.site, store.patch_table
         if site in study.site_names():
@@ -137,10 +195,8 @@ def _require_public_store(study: Study, source: Path) -> None:
             return
         if ((table.patient != "") & (table.patient != table.slide)).any():
             raise UsageError(f"{source}: a feature store that names patients; {_PUBLIC_HINT}")
-        marks = frozenset[str]().union(*store.compute_marks().values())
-    private_slides = index_private_slides(study)
-    if private_marks := marks & private_slides.keys():
-        raise UsageError(f"{source}: features of real site {private_slides[min(private_marks)]}; {_PUBLIC_HINT}")
+        names, rows = _list_names(table), _hash_store(store)
+    _require_other_slides(source, names, rows, find_private())
 
 
 def _find_site_by_slides(study: Study, source: Path) -> str | None:
