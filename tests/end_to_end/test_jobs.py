@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from conftest import refused
 from test_tile import SETTINGS, files_of, flags
 
 from wsi_fl.demo import simulated_slides
+from wsi_fl.stages.prepare import slide_lists
 from wsi_fl.stages.prepare.build_bags import make_features, make_mosaics
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
@@ -112,6 +114,26 @@ def test_jobs_with_other_settings_are_refused_while_one_is_at_work(study):
         for overrides in (SETTINGS, [*SETTINGS, "tile.min_tissue=0.3"]):
             words = "site C1: another wsi-fl command is writing", "with other settings", "wait for it"
             refused(lambda o=overrides: tile_slides(study, site="C1", overrides=o), *words, error=WsiFlError)
+
+
+def test_masks_and_all_files_of_a_slide_are_settings_of_the_work(study, tmp_path):
+    """Outcomes of other masks or data are not continued."""
+    masks, slide, dicom = tmp_path / "masks", tmp_path / "s.mrxs", tmp_path / "d"
+    for path in (masks / "s.png", masks / "d.png", slide, tmp_path / "s" / "Data0.dat", dicom / "0.dcm"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("a")
+    listed, *_ = slide_lists.list_slides(study, site="C1", overrides=[f"tissue.method={masks}"])
+    records = [replace(listed.records[0], slide=path.stem, path=path) for path in (slide, dicom)]
+
+    def describe():
+        return json.dumps(slide_lists.describe_settings(replace(listed, records=records), "tissue"), default=str)
+
+    seen = [describe()]
+    for path in (masks / "d.png", tmp_path / "s" / "Data0.dat", dicom / "0.dcm"):
+        path.write_text("bc")
+        seen.append(describe())
+    (masks / "s.png").unlink()
+    assert len({*seen, describe()}) == 5 and seen[-1] != describe()
 
 
 def test_parts_do_their_slides_and_the_last_one_closes_the_store(study, calm, wsi_fl):
