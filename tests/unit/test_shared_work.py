@@ -15,9 +15,10 @@ import pytest
 from conftest import refused
 
 from wsi_fl.stages.runtime.rank_job import parse_part
-from wsi_fl.system import shared_work
+from wsi_fl.system import files, shared_work
 from wsi_fl.system.files import JOBS_FOLDER, write_bytes
-from wsi_fl.system.shared_work import WorkEnded, WorkKey, join_work, site_lock
+from wsi_fl.system.shared_work import WorkEnded, WorkKey, join_work
+from wsi_fl.system.site_lock import site_lock
 from wsi_fl.types import WsiFlError
 
 KEY, OTHER_KEY = WorkKey("tile", "a"), WorkKey("tile", "b")
@@ -190,10 +191,28 @@ def test_other_work_at_the_same_time_is_refused_in_one_line_that_names_the_proce
         refused(join(tmp_path, WorkKey("import", "a")).__enter__, "another wsi-fl command", who, error=WsiFlError)
         refused(site_lock(tmp_path, "C1").__enter__, "site C1: another wsi-fl command is writing", error=WsiFlError)
         edit_heartbeats(tmp_path, seconds_ago=2 * shared_work._SILENT_S)
-        site_lock(tmp_path, "C1").__enter__()
+        with site_lock(tmp_path, "C1"):
+            pass
     with pytest.raises(ZeroDivisionError), site_lock(tmp_path, "C1"):
         raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_who_works_alone_keeps_others_out_though_it_is_suspended_where_there_are_locks(tmp_path, monkeypatch):
+    target = tmp_path / "x.h5"
+    with pytest.raises(WorkEnded), site_lock(tmp_path, "C1") as sleeper:
+        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work._SILENT_S)
+        refused(site_lock(tmp_path, "C1").__enter__, "site C1: another wsi-fl command is writing", error=WsiFlError)
+        sleeper.require_presence()
+        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work._SILENT_S)
+        monkeypatch.setattr(files.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks")))
+        with site_lock(tmp_path, "C1"):
+            pass
+        refused(sleeper.require_presence, "start it again", error=WorkEnded)
+        refused(lambda: list(sleeper.guard_items([1])), "start it again", error=WorkEnded)
+        with pytest.raises(WorkEnded), sleeper.stage_file(target) as staged:
+            write_bytes(staged, b"old")
+    assert not target.exists()
 
 
 def test_a_lock_is_waited_for_where_that_is_asked(tmp_path):

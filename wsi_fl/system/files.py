@@ -49,6 +49,10 @@ StageFile = Callable[[Path], AbstractContextManager[Path]]
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class LocksUnavailable(WsiFlError):
+    """A file system that locks no files."""
+
+
 class FileUnavailable(WsiFlError):
     """A file that cannot be read now for an external reason: nothing needs to be made again."""
 
@@ -342,7 +346,7 @@ def file_lock(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -
                     raise WsiFlError(busy or "") from None
                 time.sleep(_RETRY_S)
             except OSError as error:
-                raise WsiFlError(
+                raise LocksUnavailable(
                     f"{path}: this file system locks no files ({error.strerror}), so two commands could write at "
                     "once; mount it with flock, or keep the study on another disk"
                 ) from None
