@@ -16,14 +16,14 @@ from conftest import refused
 from test_tile import SETTINGS, files_of, flags
 
 from wsi_fl.demo import simulated_slides
-from wsi_fl.stages.prepare import slide_lists
+from wsi_fl.stages.prepare import slide_lists, tile
 from wsi_fl.stages.prepare.build_bags import make_features, make_mosaics
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.runtime.rank_job import Part
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import JOBS_FOLDER
-from wsi_fl.system.shared_work import WorkKey, join_work
+from wsi_fl.system.shared_work import WorkEnded, WorkKey, join_work
 from wsi_fl.types import WsiFlError
 
 COMMAND = [sys.executable, "-m", "wsi_fl", "tile", "--site", "C1", "--json", *flags(SETTINGS)]
@@ -134,6 +134,21 @@ def test_masks_and_all_files_of_a_slide_are_settings_of_the_work(study, tmp_path
         seen.append(describe())
     (masks / "s.png").unlink()
     assert len({*seen, describe()}) == 5 and seen[-1] != describe()
+
+
+def test_who_was_taken_for_dead_deletes_no_shards_of_others(study, monkeypatch):
+    """Another machine ends the work and tiles all slides, while this one is suspended with its store of six patches."""
+    real, (before,) = tile.list_strays, tile_slides(study, site="C1", overrides=SETTINGS)["sites"]
+    folder = study.root / "stores" / "C1"
+
+    def end_work(*arguments):
+        shutil.rmtree(folder / JOBS_FOLDER)
+        return real(*arguments)
+
+    monkeypatch.setattr(tile, "list_strays", end_work)
+    few = [*SETTINGS, "tile.max_per_site=6"]
+    refused(lambda: tile_slides(study, site="C1", overrides=few), "start it again", error=WorkEnded)
+    assert len(list((folder / "slides").glob("*.h5"))) == before["slides"] - len(before["failed"])
 
 
 def test_parts_do_their_slides_and_the_last_one_closes_the_store(study, calm, wsi_fl):

@@ -140,6 +140,7 @@ def test_who_was_taken_for_dead_cannot_write_after_the_end(tmp_path):
             with join(tmp_path, OTHER_KEY) as work, work.stage_file(target) as new:
                 new.write_bytes(b"new")
                 sleeper_folder = sleeper.path
+        refused(lambda: sleeper.delete_file(target), "start it again", error=WorkEnded)
         with pytest.raises((WorkEnded, FileNotFoundError)), sleeper.stage_file(target) as staged:
             write_bytes(staged, b"old")
         for act in (

@@ -190,12 +190,12 @@ def remove_abandoned(path: Path) -> None:
             leftover.unlink()
 
 
-def remove_strays(folders: Iterable[Path], slides: Collection[str]) -> None:
-    """Delete misleading shards, pictures and plans (`.h5`, `.png`, `.npz`) of slides that no longer belong here."""
+def list_strays(folders: Iterable[Path], slides: Collection[str]) -> Iterator[Path]:
+    """Yield misleading shards, pictures and plans (`.h5`, `.png`, `.npz`) of slides that no longer belong here."""
     for folder in folders:
         for path in folder.glob("*"):
             if path.suffix in {".h5", ".png", ".npz"} and path.stem not in slides:
-                path.unlink()
+                yield path
 
 
 def write_text(path: Path, text: str) -> None:

@@ -264,6 +264,15 @@ class SharedWork:
         with self._require_work():
             self._write_heartbeat()
 
+    def delete_file(self, path: Path) -> None:
+        """Delete a file, if it is there.
+
+        Raises:
+            WorkEnded: when the work ended without this process; the file may be another's then, and stays.
+        """
+        self.require_presence()
+        path.unlink(missing_ok=True)
+
     def guard_items(self, items: Iterable[_T]) -> Iterator[_T]:
         """Yield items, and require the presence of this process before each and after the last."""
         for item in items:
