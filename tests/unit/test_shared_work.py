@@ -35,10 +35,10 @@ def join(folder, key=KEY, **more):
 
 
 def edit_heartbeats(folder, *, machine="another", seconds_ago=0.0):
-    """Make all processes at the work those of another machine, with a heartbeat so many seconds ago."""
+    """Make all processes at the work those of a machine (None: of their own), with a heartbeat so many seconds ago."""
     for path in folder.glob(f"{JOBS_FOLDER}/*/jobs/*"):
         document = json.loads(path.read_text())
-        document["identity"]["machine"] = machine
+        document["identity"]["machine"] = machine or document["identity"]["machine"]
         path.write_text(json.dumps(document))
         now = path.stat().st_mtime
         os.utime(path, (now - seconds_ago, now - seconds_ago))
@@ -151,6 +151,20 @@ def test_who_was_taken_for_dead_cannot_write_after_the_end(tmp_path):
         ):
             refused(act, "start it again", error=WorkEnded)
         assert target.read_bytes() == b"new" and not sleeper_folder.exists()
+
+
+def test_finished_work_does_not_wait_for_a_stopped_process(tmp_path, monkeypatch):
+    """One of this machine runs, and gives no sign of life."""
+
+    def fail(seconds):
+        raise AssertionError(f"waits {seconds} s")
+
+    with join(tmp_path) as stopped:
+        stopped.finish_work()
+        edit_heartbeats(tmp_path, machine=None, seconds_ago=2 * shared_work._SILENT_S)
+        monkeypatch.setattr(shared_work.time, "sleep", fail)
+        with join(tmp_path) as work:
+            assert work.path != stopped.path and work.claim_item("p", "x")
 
 
 def test_errors_of_a_staged_file_name_its_place(tmp_path):

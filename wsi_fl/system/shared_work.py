@@ -214,11 +214,12 @@ class SharedWork:
     # processes
 
     def list_workers(self) -> list[Worker]:
-        """Return the other processes that may still write here."""
+        """Return the other processes that may still write here; of finished work the active ones, as all is written."""
         with self._require_work():
             names = {path.name for path in self._heartbeat.parent.iterdir()} - {self._job}
         workers = [self._find_worker(name) for name in sorted(names)]
-        return [worker for worker in workers if worker is not None and worker.is_present]
+        is_finished = self.is_finished
+        return [worker for worker in workers if worker and (worker.is_active if is_finished else worker.is_present)]
 
     def _find_worker(self, job: str) -> Worker | None:
         """Return a process by its name; None when it has left."""
