@@ -151,6 +151,22 @@ def test_who_was_taken_for_dead_deletes_no_shards_of_others(study, monkeypatch):
     assert len(list((folder / "slides").glob("*.h5"))) == before["slides"] - len(before["failed"])
 
 
+def test_plans_of_all_listed_slides_stay_for_jobs_behind_the_one_that_closes(study, monkeypatch):
+    """This job looks at the plans after another has closed a store that lacks most slides."""
+    few, real, plans = [*SETTINGS, "tile.max_per_site=6"], tile.select_patches, study.root / "stores" / "C1" / ".plans"
+    plans.mkdir(parents=True)
+    (plans / "gone.npz").touch()
+
+    def close_first(*arguments):
+        monkeypatch.setattr(tile, "select_patches", real)
+        assert tile_slides(study, site="C1", overrides=few)["sites"][0]["closed"]
+        return real(*arguments)
+
+    monkeypatch.setattr(tile, "select_patches", close_first)
+    assert tile_slides(study, site="C1", overrides=few)["sites"][0]["patches"] == 6
+    assert len(list(plans.iterdir())) == 12
+
+
 def test_parts_do_their_slides_and_the_last_one_closes_the_store(study, calm, wsi_fl):
     def tile_part(k):
         done = wsi_fl("tile", "--site", "C1", "--part", f"{k}/3", "--json", *flags(SETTINGS), cwd=study.root)

@@ -230,7 +230,9 @@ def _close_store(
     outcomes = (*plan_outcomes, *shard_outcomes)
     quality = {outcome.slide: outcome.quality for outcome in outcomes if outcome.quality}
     _write_quality(store.with_name("quality.csv"), quality, shared)
-    for path in list_strays((store.parent / "slides", store.parent / "overview", plans.folder), set(stored_names)):
+    strays = list_strays((store.parent / "slides", store.parent / "overview"), set(stored_names))
+    # other jobs may still read the plans of listed slides
+    for path in (*strays, *list_strays((plans.folder,), {record.slide for record in plans.records})):
         shared.delete_file(path)
     return _build_row(slides, plans.records, outcomes, failed, counts)
 
