@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,13 +16,14 @@ from conftest import refused
 from test_tile import SETTINGS, files_of, flags
 
 from wsi_fl.demo import simulated_slides
+from wsi_fl.stages.prepare import slide_lists, tile
 from wsi_fl.stages.prepare.build_bags import make_features, make_mosaics
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.runtime.rank_job import Part
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import JOBS_FOLDER
-from wsi_fl.system.shared_work import WorkKey, join_work
+from wsi_fl.system.shared_work import WorkEnded, WorkKey, join_work
 from wsi_fl.types import WsiFlError
 
 COMMAND = [sys.executable, "-m", "wsi_fl", "tile", "--site", "C1", "--json", *flags(SETTINGS)]
@@ -112,6 +114,57 @@ def test_jobs_with_other_settings_are_refused_while_one_is_at_work(study):
         for overrides in (SETTINGS, [*SETTINGS, "tile.min_tissue=0.3"]):
             words = "site C1: another wsi-fl command is writing", "with other settings", "wait for it"
             refused(lambda o=overrides: tile_slides(study, site="C1", overrides=o), *words, error=WsiFlError)
+
+
+def test_masks_and_all_files_of_a_slide_are_settings_of_the_work(study, tmp_path):
+    """Outcomes of other masks or data are not continued."""
+    masks, slide, dicom = tmp_path / "masks", tmp_path / "s.mrxs", tmp_path / "d"
+    for path in (masks / "s.png", masks / "d.png", slide, tmp_path / "s" / "Data0.dat", dicom / "0.dcm"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("a")
+    listed, *_ = slide_lists.list_slides(study, site="C1", overrides=[f"tissue.method={masks}"])
+    records = [replace(listed.records[0], slide=path.stem, path=path) for path in (slide, dicom)]
+
+    def describe():
+        return json.dumps(slide_lists.describe_settings(replace(listed, records=records), "tissue"), default=str)
+
+    seen = [describe()]
+    for path in (masks / "d.png", tmp_path / "s" / "Data0.dat", dicom / "0.dcm"):
+        path.write_text("bc")
+        seen.append(describe())
+    (masks / "s.png").unlink()
+    assert len({*seen, describe()}) == 5 and seen[-1] != describe()
+
+
+def test_who_was_taken_for_dead_deletes_no_shards_of_others(study, monkeypatch):
+    """Another machine ends the work and tiles all slides, while this one is suspended with its store of six patches."""
+    real, (before,) = tile.list_strays, tile_slides(study, site="C1", overrides=SETTINGS)["sites"]
+    folder = study.root / "stores" / "C1"
+
+    def end_work(*arguments):
+        shutil.rmtree(folder / JOBS_FOLDER)
+        return real(*arguments)
+
+    monkeypatch.setattr(tile, "list_strays", end_work)
+    few = [*SETTINGS, "tile.max_per_site=6"]
+    refused(lambda: tile_slides(study, site="C1", overrides=few), "start it again", error=WorkEnded)
+    assert len(list((folder / "slides").glob("*.h5"))) == before["slides"] - len(before["failed"])
+
+
+def test_plans_of_all_listed_slides_stay_for_jobs_behind_the_one_that_closes(study, monkeypatch):
+    """This job looks at the plans after another has closed a store that lacks most slides."""
+    few, real, plans = [*SETTINGS, "tile.max_per_site=6"], tile.select_patches, study.root / "stores" / "C1" / ".plans"
+    plans.mkdir(parents=True)
+    (plans / "gone.npz").touch()
+
+    def close_first(*arguments):
+        monkeypatch.setattr(tile, "select_patches", real)
+        assert tile_slides(study, site="C1", overrides=few)["sites"][0]["closed"]
+        return real(*arguments)
+
+    monkeypatch.setattr(tile, "select_patches", close_first)
+    assert tile_slides(study, site="C1", overrides=few)["sites"][0]["patches"] == 6
+    assert len(list(plans.iterdir())) == 12
 
 
 def test_parts_do_their_slides_and_the_last_one_closes_the_store(study, calm, wsi_fl):

@@ -35,7 +35,8 @@ from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import read_lines
+from wsi_fl.system.files import JOBS_FOLDER, read_lines
+from wsi_fl.system.shared_work import WorkEnded
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import UsageError, Vectors, WsiFlError
 
@@ -639,3 +640,18 @@ def test_ranks_share_the_sites_and_the_command_reports_the_spent_epsilon(study, 
     told = wsi_fl("statistics", "--site", "S1", "--again", "--json", *settings, cwd=study.root)
     assert json.loads(told.stdout)["sites"][0]["spent"]
     assert wsi_fl("statistics", cwd=study.root).returncode == 2
+
+
+@pytest.mark.parametrize("step", ["_sum_examples", "write_statistics"])
+def test_who_was_taken_for_dead_neither_spends_nor_writes(study, monkeypatch, step):
+    """Others end its work, on a file system without locks, while it is suspended after a step."""
+    real, folder = getattr(stage, step), study.local_release_path("S0").parent
+
+    def end_work(*arguments):
+        result = real(*arguments)
+        shutil.rmtree(folder / JOBS_FOLDER)
+        return result
+
+    monkeypatch.setattr(stage, step, end_work)
+    refuse_release(study, "S0", "start it again", error=WorkEnded)
+    assert not study.release_path("S0").exists() and len(lines_of(study)) == 2 * (step == "write_statistics")

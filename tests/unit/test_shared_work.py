@@ -15,9 +15,10 @@ import pytest
 from conftest import refused
 
 from wsi_fl.stages.runtime.rank_job import parse_part
-from wsi_fl.system import shared_work
+from wsi_fl.system import files, shared_work
 from wsi_fl.system.files import JOBS_FOLDER, write_bytes
-from wsi_fl.system.shared_work import WorkEnded, WorkKey, join_work, site_lock
+from wsi_fl.system.shared_work import WorkEnded, WorkKey, join_work
+from wsi_fl.system.site_lock import site_lock
 from wsi_fl.types import WsiFlError
 
 KEY, OTHER_KEY = WorkKey("tile", "a"), WorkKey("tile", "b")
@@ -34,10 +35,10 @@ def join(folder, key=KEY, **more):
 
 
 def edit_heartbeats(folder, *, machine="another", seconds_ago=0.0):
-    """Make all processes at the work those of another machine, with a heartbeat so many seconds ago."""
+    """Make all processes at the work those of a machine (None: of their own), with a heartbeat so many seconds ago."""
     for path in folder.glob(f"{JOBS_FOLDER}/*/jobs/*"):
         document = json.loads(path.read_text())
-        document["identity"]["machine"] = machine
+        document["identity"]["machine"] = machine or document["identity"]["machine"]
         path.write_text(json.dumps(document))
         now = path.stat().st_mtime
         os.utime(path, (now - seconds_ago, now - seconds_ago))
@@ -139,6 +140,7 @@ def test_who_was_taken_for_dead_cannot_write_after_the_end(tmp_path):
             with join(tmp_path, OTHER_KEY) as work, work.stage_file(target) as new:
                 new.write_bytes(b"new")
                 sleeper_folder = sleeper.path
+        refused(lambda: sleeper.delete_file(target), "start it again", error=WorkEnded)
         with pytest.raises((WorkEnded, FileNotFoundError)), sleeper.stage_file(target) as staged:
             write_bytes(staged, b"old")
         for act in (
@@ -149,6 +151,20 @@ def test_who_was_taken_for_dead_cannot_write_after_the_end(tmp_path):
         ):
             refused(act, "start it again", error=WorkEnded)
         assert target.read_bytes() == b"new" and not sleeper_folder.exists()
+
+
+def test_finished_work_does_not_wait_for_a_stopped_process(tmp_path, monkeypatch):
+    """One of this machine runs, and gives no sign of life."""
+
+    def fail(seconds):
+        raise AssertionError(f"waits {seconds} s")
+
+    with join(tmp_path) as stopped:
+        stopped.finish_work()
+        edit_heartbeats(tmp_path, machine=None, seconds_ago=2 * shared_work._SILENT_S)
+        monkeypatch.setattr(shared_work.time, "sleep", fail)
+        with join(tmp_path) as work:
+            assert work.path != stopped.path and work.claim_item("p", "x")
 
 
 def test_errors_of_a_staged_file_name_its_place(tmp_path):
@@ -190,10 +206,28 @@ def test_other_work_at_the_same_time_is_refused_in_one_line_that_names_the_proce
         refused(join(tmp_path, WorkKey("import", "a")).__enter__, "another wsi-fl command", who, error=WsiFlError)
         refused(site_lock(tmp_path, "C1").__enter__, "site C1: another wsi-fl command is writing", error=WsiFlError)
         edit_heartbeats(tmp_path, seconds_ago=2 * shared_work._SILENT_S)
-        site_lock(tmp_path, "C1").__enter__()
+        with site_lock(tmp_path, "C1"):
+            pass
     with pytest.raises(ZeroDivisionError), site_lock(tmp_path, "C1"):
         raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_who_works_alone_keeps_others_out_though_it_is_suspended_where_there_are_locks(tmp_path, monkeypatch):
+    target = tmp_path / "x.h5"
+    with pytest.raises(WorkEnded), site_lock(tmp_path, "C1") as sleeper:
+        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work._SILENT_S)
+        refused(site_lock(tmp_path, "C1").__enter__, "site C1: another wsi-fl command is writing", error=WsiFlError)
+        sleeper.require_presence()
+        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work._SILENT_S)
+        monkeypatch.setattr(files.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks")))
+        with site_lock(tmp_path, "C1"):
+            pass
+        refused(sleeper.require_presence, "start it again", error=WorkEnded)
+        refused(lambda: list(sleeper.guard_items([1])), "start it again", error=WorkEnded)
+        with pytest.raises(WorkEnded), sleeper.stage_file(target) as staged:
+            write_bytes(staged, b"old")
+    assert not target.exists()
 
 
 def test_a_lock_is_waited_for_where_that_is_asked(tmp_path):

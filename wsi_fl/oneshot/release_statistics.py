@@ -46,7 +46,8 @@ from wsi_fl.stages.training.initial_models import build_model
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.system.shared_work import site_lock
+from wsi_fl.system.shared_work import SharedWork
+from wsi_fl.system.site_lock import site_lock
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -90,22 +91,25 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
     study, (site,) = context.study, context.sites
     home, file = study.local_release_path(site.name), study.release_path(site.name)
     privacy_account.require_budget(site)
-    with site_lock(home.parent, site.name), context:
+    with site_lock(home.parent, site.name) as work, context:
         data = context.open_data(site.name)
         guarantee = "none" if data.is_synthetic() else privacy_account.find_guarantee(context.method, context.pipeline)
         terms = privacy_account.build_terms(site, context.pipeline, guarantee)
         ledger = site_ledger.open_ledger(study, site, STATISTICS_RUN, terms)
         known_copy = None if repeat else _find_copy(study, ledger, home, file)
         if known_copy is None:
-            new_release, statistics = _compute_release(context, ledger)
+            new_release, statistics = _compute_release(context, ledger, work)
+            work.require_presence()
             write_statistics(home, statistics)
             ledger.record_transmission(new_release.round, new_release.digest)
         else:
             label, statistics = known_copy
             round_ = site_ledger.require_release(ledger, STATISTICS_RUN, digest_values(statistics.vector), label)
             refuse_mismatch(statistics.header, build_header(data), f"site {site.name} has released")
+            work.require_presence()
             if not round_.final:
                 ledger.release_again(round_.number, statistics.vector, schema="sums")
+        work.require_presence()
         write_statistics(file, statistics)
         write_statistics(home, statistics)
     cost = {"epsilon": ledger.epsilon(), "spent": known_copy is None, "file": study.relative_path(file)}
@@ -139,7 +143,9 @@ def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
     return next(iter([*by_ledger, *copies]), None)
 
 
-def _compute_release(context: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedStatistics]:
+def _compute_release(
+    context: RunContext, ledger: PrivacyLedger, work: SharedWork
+) -> tuple[Release, ReleasedStatistics]:
     """Return a new release, recorded in the ledger, where it replaces one that never left."""
     (site,) = context.sites
     data = context.open_data(site.name)
@@ -159,6 +165,7 @@ def _compute_release(context: RunContext, ledger: PrivacyLedger) -> tuple[Releas
     plan = privacy_account.plan_round(site, context.pipeline, units.n, past=past, is_single_release=True)
     head = _sum_examples(context, train, units, plan, ledger.terms.delta)
     vector = head.sums.detach().cpu().numpy()
+    work.require_presence()
     new_release = ledger.release(None, vector, schema=schema_digest(head), mechanism=plan, content="model")
     header = StatisticsHeader(
         site=site.name,

@@ -49,6 +49,10 @@ StageFile = Callable[[Path], AbstractContextManager[Path]]
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class LocksUnavailable(WsiFlError):
+    """A file system that locks no files."""
+
+
 class FileUnavailable(WsiFlError):
     """A file that cannot be read now for an external reason: nothing needs to be made again."""
 
@@ -186,12 +190,12 @@ def remove_abandoned(path: Path) -> None:
             leftover.unlink()
 
 
-def remove_strays(folders: Iterable[Path], slides: Collection[str]) -> None:
-    """Delete misleading shards, pictures and plans (`.h5`, `.png`, `.npz`) of slides that no longer belong here."""
+def list_strays(folders: Iterable[Path], slides: Collection[str]) -> Iterator[Path]:
+    """Yield misleading shards, pictures and plans (`.h5`, `.png`, `.npz`) of slides that no longer belong here."""
     for folder in folders:
         for path in folder.glob("*"):
             if path.suffix in {".h5", ".png", ".npz"} and path.stem not in slides:
-                path.unlink()
+                yield path
 
 
 def write_text(path: Path, text: str) -> None:
@@ -342,7 +346,7 @@ def file_lock(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -
                     raise WsiFlError(busy or "") from None
                 time.sleep(_RETRY_S)
             except OSError as error:
-                raise WsiFlError(
+                raise LocksUnavailable(
                     f"{path}: this file system locks no files ({error.strerror}), so two commands could write at "
                     "once; mount it with flock, or keep the study on another disk"
                 ) from None

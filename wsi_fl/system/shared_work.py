@@ -7,12 +7,14 @@ claims of a process that ended, or gave no heartbeat for two minutes, are free a
 - `rename` replaces a file as a whole, moves a folder with its content, and fails where the folder is gone;
 - whoever opens a file after it was closed reads what was written.
 
-Local disks do, and so do NFS, SMB, SSHFS, Lustre, GPFS and CephFS. Locks are not used. Clocks need not agree: a
+Local disks do, and so do NFS, SMB, SSHFS, Lustre, GPFS and CephFS. Locks are not needed. Clocks need not agree: a
 heartbeat is a write to a file, and its age is the difference to a write of the reader on the same file system.
 
 Claims are cooperative. A process that is wrongly taken for dead goes on, and its items are done twice, which costs time
-alone: files are written in the folder of the work and renamed to their places (`SharedWork.stage_file`), so nobody can
-write after the work has ended.
+alone: files are written in the folder of the work and renamed to their places (`SharedWork.stage_file`), so none of
+them appears after the work has ended. Whoever writes in place or deletes gives a sign of life first
+(`SharedWork.require_presence`); only a process that is suspended for two minutes after that sign, within the write
+itself, writes beside others.
 
     FOLDER/.jobs/WORK/work.json        the command and its settings; all who join must agree
     FOLDER/.jobs/WORK/jobs/JOB         the heartbeat of a process, and who it is
@@ -30,16 +32,17 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from wsi_fl.system.files import JOBS_FOLDER, move_file, raise_if_full, remove_leftovers
 from wsi_fl.system.machine import ProcessIdentity, identify_process, is_running
 from wsi_fl.types import WsiFlError
 
+_T = TypeVar("_T")
 _BEAT_S, _SILENT_S = 10.0, 120.0
 """Seconds between heartbeats, and without one until a process counts as dead. A network file system may show a write of
 another machine a minute late."""
@@ -210,11 +213,12 @@ class SharedWork:
     # processes
 
     def list_workers(self) -> list[Worker]:
-        """Return the other processes that may still write here."""
+        """Return the other processes that may still write here; of finished work the active ones, as all is written."""
         with self._require_work():
             names = {path.name for path in self._heartbeat.parent.iterdir()} - {self._job}
         workers = [self._find_worker(name) for name in sorted(names)]
-        return [worker for worker in workers if worker is not None and worker.is_present]
+        is_finished = self.is_finished
+        return [worker for worker in workers if worker and (worker.is_active if is_finished else worker.is_present)]
 
     def _find_worker(self, job: str) -> Worker | None:
         """Return a process by its name; None when it has left."""
@@ -250,6 +254,31 @@ class SharedWork:
         if beat_time - self._beat_time > _SILENT_S / 2 and self._beat_time > 0:
             self._trusted_since = beat_time
         self._beat_time = beat_time
+
+    def require_presence(self) -> None:
+        """Write a heartbeat before an action that nothing else can stop.
+
+        Raises:
+            WorkEnded: when the work ended without this process.
+        """
+        with self._require_work():
+            self._write_heartbeat()
+
+    def delete_file(self, path: Path) -> None:
+        """Delete a file, if it is there.
+
+        Raises:
+            WorkEnded: when the work ended without this process; the file may be another's then, and stays.
+        """
+        self.require_presence()
+        path.unlink(missing_ok=True)
+
+    def guard_items(self, items: Iterable[_T]) -> Iterator[_T]:
+        """Yield items, and require the presence of this process before each and after the last."""
+        for item in items:
+            self.require_presence()
+            yield item
+        self.require_presence()
 
     def _beat_regularly(self) -> None:
         while not self._end_event.wait(_BEAT_S):
@@ -430,16 +459,3 @@ def join_work(folder: Path, key: WorkKey, label: str, *, group: str = "", wait: 
 def _describe_busy(folder: Path, label: str, worker: Worker, is_same_command: bool) -> str:
     settings = " with other settings, slides or version" if is_same_command else ""
     return f"{label}: another wsi-fl command is writing {folder}{settings} ({worker}); wait for it"
-
-
-@contextmanager
-def site_lock(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
-    """Work on a site's folder alone, without leftovers of a killed command in it.
-
-    With `wait` another command is waited for, else it is a WsiFlError.
-    """
-    with join_work(folder, WorkKey("", secrets.token_hex(6)), f"site {site}", wait=wait) as work:
-        try:
-            yield
-        finally:
-            work.finish_work()

@@ -25,7 +25,7 @@ from wsi_fl.slides.pictures.drawing import Color, distinct_colors
 from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, PatchPredictions
 from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.stages.evaluation.slide_predictor import Predictor, SlideImage, SlidePatches, load_predictor
-from wsi_fl.stages.prepare.slide_lists import describe_file
+from wsi_fl.stages.prepare.slide_lists import describe_file, describe_slide
 from wsi_fl.stages.runtime.console import Lines, NestedProgress, TextLine, TextTable, Watcher, describe_failure
 from wsi_fl.stages.runtime.rank_job import Part, RankJob, take_threads
 from wsi_fl.stages.runtime.slide_work import SlideWork, join_slide_work
@@ -116,7 +116,7 @@ def _share_slides(
     predictor: Predictor, records: Sequence[SlideRecord], folder: Path, work: SlideWork, watcher: Watcher
 ) -> list[Json]:
     """Predict the slides that no other job predicts; return the outcomes of all that are done."""
-    items = {f"{record.slide}-{_hash_slide(predictor.study, record)}": record for record in records}
+    items = {f"{record.slide}-{_hash_slide(predictor, record)}": record for record in records}
     n_before = 0
 
     def predict_items(free_items: Iterator[SlideRecord]) -> Generator[Json, None, None]:
@@ -138,9 +138,9 @@ def _share_slides(
     return list(outcomes.values())
 
 
-def _hash_slide(study: Study, record: SlideRecord) -> str:
-    """Return a short digest of a slide's file and resolution: another file of that name is another slide."""
-    facts = json.dumps([describe_file(study, record.path), record.mpp_override])
+def _hash_slide(predictor: Predictor, record: SlideRecord) -> str:
+    """Return a short digest of a slide's files, mask and resolution: another file of that name is another slide."""
+    facts = json.dumps([describe_slide(predictor.study, predictor.pipeline, record), record.mpp_override])
     return hashlib.sha256(facts.encode()).hexdigest()[:12]
 
 

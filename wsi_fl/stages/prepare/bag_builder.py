@@ -25,9 +25,9 @@ from wsi_fl.stages.runtime.slide_work import join_slide_work
 from wsi_fl.stages.site.encoders import describe_transform
 from wsi_fl.stores.bag_shards import BagShard, current_shard, write_bag_shard
 from wsi_fl.stores.bag_store import Bag
-from wsi_fl.system.files import StageFile, atomic_path, remove_strays
+from wsi_fl.system.files import list_strays
 from wsi_fl.system.prefetch import map_in_order
-from wsi_fl.system.shared_work import WorkEnded
+from wsi_fl.system.shared_work import SharedWork, WorkEnded
 from wsi_fl.types import DiskFull, GridSpec, WsiFlError
 
 _T = TypeVar("_T")
@@ -90,10 +90,10 @@ class BagBuilder:
     sets_aside: ClassVar[bool] = False
     slides: Sequence[str] = ()
     n_ahead = 0
+    _shared: SharedWork
 
     def __init__(self, site: str, path: Path, spec: GridSpec, encoder: Encoder) -> None:
         self.site, self.path, self.spec, self.encoder = site, path, spec, encoder
-        self._stage_file: StageFile = atomic_path
 
     def compute_fingerprint(self, slide: str) -> str:
         """Return the fingerprint of all inputs of a slide's bag."""
@@ -128,7 +128,7 @@ class BagBuilder:
         start = time.perf_counter()
         settings = [self.encoder.label, self.list_settings()]
         with join_slide_work(job, self.path.parent, self.site, self.data, settings) as work:
-            self._stage_file = work.shared.stage_file
+            self._shared = work.shared
             work.retry_items("bags", self._is_missing)
             outcomes = slide_lists.share_slides(
                 work,
@@ -161,9 +161,11 @@ class BagBuilder:
         return not outcome["patches"] or not self.shard_path(slide).exists()
 
     def _close_store(self, outcomes: list[Outcome]) -> BagsRow:
-        with self._stage_file(self.path) as staged:
+        with self._shared.stage_file(self.path) as staged:
             row = self.write_store(staged, outcomes)
-        remove_strays([self.path.parent / self.data], {outcome.slide for outcome in outcomes if outcome.patches})
+        stored_names = {outcome.slide for outcome in outcomes if outcome.patches}
+        for path in list_strays([self.path.parent / self.data], stored_names):
+            self._shared.delete_file(path)
         return row
 
     def _write_shards(self, slides: Iterable[str]) -> Iterator[Outcome]:
@@ -209,9 +211,9 @@ class BagBuilder:
                 stale.slide, stale.fingerprint, self.encoder.label, self.spec, bag, patches.mpp_l0, note, unread
             )
             if patches.picture is not None:
-                with self._stage_file(path.with_suffix(".png")) as staged:
+                with self._shared.stage_file(path.with_suffix(".png")) as staged:
                     staged.write_bytes(patches.picture())
-            with self._stage_file(path) as staged:
+            with self._shared.stage_file(path) as staged:
                 write_bag_shard(staged, shard)
             spent = encoded.spent + StageSeconds(write=time.perf_counter() - start)
             return _shard_outcome(shard, len(encoded.features), asdict(spent))

@@ -32,7 +32,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.file_names import slide_of
-from wsi_fl.system.shared_work import site_lock
+from wsi_fl.system.site_lock import site_lock
 from wsi_fl.types import ExcludedSlide, GridSpec, SlideRecord, UsageError, WsiFlError, encoder_label
 
 _MAX_MPP_RATIO = 1.5
@@ -116,7 +116,7 @@ def import_features(
         raise UsageError(f"{labels}: none of its slides has a label and features in {source}: {why}")
     # a table that contradicts itself is refused before files are read
     assign_splits(records, test_fraction=pipeline.slides.test_fraction)
-    with site_lock(study.mosaic_path(site).parent, site):
+    with site_lock(study.mosaic_path(site).parent, site) as work:
         slides, unreadable = _read_slides(records, files, layout, progress)
         slides, leaks, copies = _assign_splits(slides, records, pipeline.slides.test_fraction)
         failed = [*table_rows.excluded, *unfit, *unreadable, *leaks]
@@ -132,7 +132,8 @@ def import_features(
         bags, sizes = _reread_bags(slides, layout, progress, len(records)), [slide.n_patches for slide in slides]
         scales = [slide.mpp_l0 for slide in slides]
         mpp_l0 = None if None in scales else np.array(scales, np.float64)
-        write_bags(study.mosaic_path(site), meta, table, bags, mpp_l0, sizes=sizes)
+        with work.stage_file(study.mosaic_path(site)) as staged:
+            write_bags(staged, meta, table, bags, mpp_l0, sizes=sizes)
     row = slide_lists.build_mosaic_row(
         study,
         meta,

@@ -16,7 +16,7 @@ from wsi_fl.stages.prepare.slide_lists import Scope, select_sites
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stores.images import ImageDataSet, ImageSet, read_data_set
 from wsi_fl.study.folder import Study
-from wsi_fl.system.shared_work import site_lock
+from wsi_fl.system.site_lock import site_lock
 from wsi_fl.types import UsageError
 
 
@@ -65,7 +65,8 @@ def import_patches(
         if shared := set(patients["train"]) & set(patients["test"]):
             raise UsageError(f"{source}: {min(shared)} has training and test images; move them to one side")
         splits = {"train": np.arange(len(data_set.train)), "test": np.arange(len(data_set.test))}
-    with site_lock(study.store_path(site).parent, site):
+    with site_lock(study.store_path(site).parent, site) as work:
+        work.require_presence()
         row = write_image_store(study, site, data_set, splits, patients=patients, mpp=mpp or 0.0)
     n_patients = len(set(patients["train"]) | set(patients["test"]))
     return {"sites": [row], "patients": n_patients}

@@ -21,8 +21,9 @@ from wsi_fl.stores.patch_shards import ShardMeta, link_shards, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import MAX_SEED, dump_toml, validate_model
-from wsi_fl.system.files import JOBS_FOLDER, read_sealed, remove_abandoned, write_sealed, write_text
-from wsi_fl.system.shared_work import site_lock
+from wsi_fl.system.files import read_sealed, remove_abandoned, write_sealed, write_text
+from wsi_fl.system.shared_work import SharedWork
+from wsi_fl.system.site_lock import WORK_NAMES, site_lock
 from wsi_fl.types import GridSpec, PatchTable, UsageError
 
 _BATCH_ROWS = 256
@@ -91,11 +92,13 @@ def partition_images(
     test = divide_test(data_set.test.y, n_sites, rng)
     header = f"{_FILE_HEADER}{data.name} --sites {n_sites} --skew {skew} --seed {seed}"
     rows: list[SiteImages] = []
-    with _mark_unfinished(study, sites):
+    with _mark_unfinished(study, sites) as work:
         for site, train_rows, test_rows in zip(sites, train, test, strict=True):
             parts = {"train": train_rows, "test": np.sort(test_rows)}
+            work.require_presence()
             rows.append(write_image_store(study, site.name, data_set, parts))
         for site in sites:  # last, so that a site file means a complete store
+            work.require_presence()
             write_text(study.site_path(site.name), dump_toml(site.model_copy(update={"allow": None}), header))
     return {
         "data": str(data),
@@ -139,20 +142,21 @@ def _list_unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
 
 
 @contextmanager
-def _mark_unfinished(study: Study, sites: list[SiteFile]) -> Iterator[None]:
+def _mark_unfinished(study: Study, sites: list[SiteFile]) -> Iterator[SharedWork]:
     """Remove the sites of a killed partition, and mark sites as unfinished until the block ends without an error."""
     first_folder = study.store_path(sites[0].name).parent
-    with site_lock(first_folder, sites[0].name):
+    with site_lock(first_folder, sites[0].name) as work:
         mark = first_folder / _PROGRESS_FILE
         for name in _list_unfinished(study, sites):
             study.site_path(name).unlink(missing_ok=True)
             remove_abandoned(study.site_path(name))
             for path in study.store_path(name).parent.glob("*"):
-                if path in (mark, first_folder / JOBS_FOLDER):
+                if path in (mark, *(first_folder / name for name in WORK_NAMES)):
                     continue
                 rmtree(path) if path.is_dir() else path.unlink()
         write_sealed(mark, {"sites": len(sites)})
-        yield
+        yield work
+        work.require_presence()
         mark.unlink()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NotRequired, Required, TypedDict, TypeVar, Unpack
@@ -11,6 +12,7 @@ from typing import Any, NotRequired, Required, TypedDict, TypeVar, Unpack
 import numpy as np
 
 from wsi_fl.slides.layouts import Sources, read_site
+from wsi_fl.slides.patching.slide_survey import digest_mask
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, build_site_table, render_speed_lines
 from wsi_fl.stages.runtime.hints import next_command
 from wsi_fl.stages.runtime.rank_job import RankJob
@@ -21,7 +23,7 @@ from wsi_fl.stores.bag_store import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
-from wsi_fl.types import UNLABELLED, BagTable, ExcludedSlide, SlideRecord, UsageError
+from wsi_fl.types import UNLABELLED, BagTable, ExcludedSlide, SlideRecord, UsageError, WsiFlError
 
 _T = TypeVar("_T")
 _MAX_NAMED_SLIDES = 20
@@ -143,11 +145,25 @@ def describe_settings(slides: SlideList, *sections: str) -> list[object]:
     settings = slides.pipeline.model_dump(mode="json")
     records = [
         asdict(record)
-        | {name: describe_file(study, path) for name in ("path", "annotation") if (path := getattr(record, name))}
+        | {
+            "path": describe_slide(study, slides.pipeline, record),
+            "annotation": record.annotation and describe_file(study, record.annotation),
+        }
         for record in slides.records
     ]
     excluded = [asdict(slide) for slide in slides.excluded]
     return [{name: settings[name] for name in sections}, site.annotations_origin, site.role, records, excluded]
+
+
+def describe_slide(study: Study, pipeline: Pipeline, record: SlideRecord) -> list[object]:
+    """Return what is decisive for a slide (JSON): path, size and time of its files, and the digest of its mask."""
+    path, mask = record.path, ""
+    folder = path.with_suffix("") if path.suffix.lower() == ".mrxs" else path
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    if pipeline.tissue.mask_folder:
+        with suppress(OSError, WsiFlError):  # a slide without a mask is excluded later
+            mask = digest_mask(study.resolve(pipeline.tissue.mask_folder), record.slide)
+    return [[describe_file(study, file) for file in (path, *files)], mask]
 
 
 def describe_file(study: Study, path: Path) -> list[object]:

@@ -36,7 +36,8 @@ from wsi_fl.stages.runtime.slide_work import SlideWork, join_slide_work
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_shards import Counts, link_shards, read_linked_counts
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import StageFile, remove_strays, write_csv
+from wsi_fl.system.files import list_strays, write_csv
+from wsi_fl.system.shared_work import SharedWork
 from wsi_fl.types import CLASSES, SPLITS, UNLABELLED, ExcludedSlide, SlideRecord, WsiFlError
 
 
@@ -139,9 +140,8 @@ def _tile_site(
     assign_splits(slides.records, test_fraction=fraction)
     settings = slide_lists.describe_settings(slides, "slides", "tile", "tissue", "store")
     with join_slide_work(job, folder, name, "tile", settings) as work:
-        stage_file = work.shared.stage_file
-        plans = Plans(folder / ".plans", slides.records, build_grid_spec(slides.pipeline), stage_file)
-        writer = ShardWriter(slides, plans, job.threads, stage_file)
+        plans = Plans(folder / ".plans", slides.records, build_grid_spec(slides.pipeline), work.shared.stage_file)
+        writer = ShardWriter(slides, plans, job.threads, work.shared)
         work.retry_items("plans", lambda *_: True)  # they take no time where nothing changed
         plan_outcomes = slide_lists.share_slides(
             work,
@@ -156,7 +156,7 @@ def _tile_site(
         if work.n_missing:
             parts.append(slide_lists.build_part_row(name, work, len(shard_outcomes)))
             return None
-        row = work.close_work(lambda: _close_store(slides, plans, writer, plan_outcomes, shard_outcomes, stage_file))
+        row = work.close_work(lambda: _close_store(slides, plans, writer, plan_outcomes, shard_outcomes, work.shared))
     if job.is_first:
         _report_raw(slides, shard_outcomes)
     stored_names = {outcome.slide for outcome in shard_outcomes if outcome.patches}
@@ -212,7 +212,7 @@ def _close_store(
     writer: ShardWriter,
     plan_outcomes: Sequence[Outcome],
     shard_outcomes: Sequence[Outcome],
-    stage_file: StageFile,
+    shared: SharedWork,
 ) -> _TileRow:
     """Write the store that links the shards, and `quality.csv`; return the site's row."""
     failed = [*slides.excluded, *slide_lists.list_excluded((*plan_outcomes, *shard_outcomes))]
@@ -225,12 +225,15 @@ def _close_store(
     meta = StoreMeta(slides.site.name, classes, plans.spec, min_tissue=slides.pipeline.tile.min_tissue)
     counts = read_linked_counts(store, meta, paths)
     if counts is None:
-        with stage_file(store) as staged:
+        with shared.stage_file(store) as staged:
             counts = link_shards(staged, meta, paths, folder=store.parent)
     outcomes = (*plan_outcomes, *shard_outcomes)
     quality = {outcome.slide: outcome.quality for outcome in outcomes if outcome.quality}
-    _write_quality(store.with_name("quality.csv"), quality, stage_file)
-    remove_strays((store.parent / "slides", store.parent / "overview", plans.folder), set(stored_names))
+    _write_quality(store.with_name("quality.csv"), quality, shared)
+    strays = list_strays((store.parent / "slides", store.parent / "overview"), set(stored_names))
+    # other jobs may still read the plans of listed slides
+    for path in (*strays, *list_strays((plans.folder,), {record.slide for record in plans.records})):
+        shared.delete_file(path)
     return _build_row(slides, plans.records, outcomes, failed, counts, quality)
 
 
@@ -369,17 +372,17 @@ def render_quality_lines(row: _TileRow) -> Lines:
             yield TextLine(f"  {row['site']}: tissue of {tissue['slides']} slides by {name}{area}; by slide: {table}")
 
 
-def _write_quality(path: Path, qualities: Mapping[str, SlideQuality], stage_file: StageFile) -> None:
+def _write_quality(path: Path, qualities: Mapping[str, SlideQuality], shared: SharedWork) -> None:
     """Write a line per slide; no file without excluded patches and with saturation as only method."""
     if not any(quality["aside"] or quality["tissue_by"] != "saturation" for quality in qualities.values()):
-        path.unlink(missing_ok=True)
+        shared.delete_file(path)
         return
     rows: list[list[object]] = [["slide", "good", *KINDS, "tissue_by", "tissue_gain"]]
     for slide, quality in qualities.items():
         counts = [quality["aside"].get(kind, 0) for kind in KINDS]
         gain = "" if isnan(quality["tissue_gain"]) else f"{quality['tissue_gain']:.3g}"
         rows.append([slide, quality["good"], *counts, quality["tissue_by"], gain])
-    with stage_file(path) as staged:
+    with shared.stage_file(path) as staged:
         write_csv(staged, rows)
 
 

@@ -22,9 +22,8 @@ from wsi_fl.stores import patch_shards as stored
 from wsi_fl.stores.fields import Marked
 from wsi_fl.stores.patch_store import SlideSource, parse_quality
 from wsi_fl.system import jpeg
-from wsi_fl.system.files import StageFile
 from wsi_fl.system.prefetch import map_in_order
-from wsi_fl.system.shared_work import WorkEnded
+from wsi_fl.system.shared_work import SharedWork, WorkEnded
 from wsi_fl.types import CLASSES, DiskFull, GridSpec, PatchTable, WsiFlError
 
 _STREAMS_PER_TASK = 16
@@ -58,8 +57,8 @@ class ShardWriter:
         content: the setting `store.pixels`.
     """
 
-    def __init__(self, slides: SlideList, plans: Plans, threads: int, stage_file: StageFile) -> None:
-        self._plans, self._spec, self._threads, self._stage_file = plans, plans.spec, threads, stage_file
+    def __init__(self, slides: SlideList, plans: Plans, threads: int, shared: SharedWork) -> None:
+        self._plans, self._spec, self._threads, self._shared = plans, plans.spec, threads, shared
         self.folder, self.content = (slides.study.store_path(slides.site.name).parent, slides.pipeline.store.pixels)
         self._reader, self._relative = slides.pipeline.slides.reader, slides.study.relative_path
         self._notes: dict[str, set[str]] = {}
@@ -89,7 +88,7 @@ class ShardWriter:
             corners = np.array([(x, y) for x, y, _ in unread], np.int64).reshape(-1, 2)
             is_stored = keep & ~(plan.xy_l0[:, None] == corners[None]).all(-1).any(-1)
             if not picture.exists():
-                with self._stage_file(picture) as staged:
+                with self._shared.stage_file(picture) as staged:
                     staged.write_bytes(draw_overview(plan, is_stored))
         except (DiskFull, WorkEnded):
             raise
@@ -127,8 +126,8 @@ class ShardWriter:
         if stale:
             print_message(f"  {record.slide}: {stale}, tiled again")
         if stale is not None:
-            self._picture_path(record.slide).unlink(missing_ok=True)  # must not outlive a kill here
-            with self._stage_file(shard) as staged:
+            self._shared.delete_file(self._picture_path(record.slide))  # must not outlive a kill here
+            with self._shared.stage_file(shard) as staged:
                 self._write_shard(staged, meta, table, plan)
         return stored.read_shard_content(shard)
 

@@ -53,7 +53,7 @@ from wsi_fl.synthesis.stages.generator_types import (
 )
 from wsi_fl.synthesis.stages.synthetic_stores import synthetic_meta, transpose_images, write_synthetic
 from wsi_fl.synthesis.training_state import balance_labels
-from wsi_fl.system.shared_work import site_lock
+from wsi_fl.system.site_lock import site_lock
 from wsi_fl.types import UsageError
 
 _PREVIEW_STEPS = 25
@@ -146,7 +146,7 @@ def ensure_images(
     labels = balance_labels(shape.n_classes, ddpm.samples_per_class)
     key = _compute_key(denoiser, shape.schema, asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.synthetic_path(key)
-    with site_lock(path.parent, site, wait=True):
+    with site_lock(path.parent, site, wait=True) as work:
         if not path.exists():
             batches = draw_images(
                 denoiser,
@@ -157,7 +157,8 @@ def ensure_images(
             )
             grid = (store.meta.spec.size_px, store.meta.spec.mpp)
             meta = synthetic_meta(site, store.meta.classes, grid, shape.resolution, {"kind": "ddpm", "site": site})
-            write_synthetic(path, meta, labels, transpose_images(batches), shape.channels)
+            images = transpose_images(work.guard_items(batches))
+            write_synthetic(path, meta, labels, images, shape.channels)
     return key, path
 
 

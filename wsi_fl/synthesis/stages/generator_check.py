@@ -47,7 +47,7 @@ from wsi_fl.synthesis.stages.generator_types import (
 )
 from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
 from wsi_fl.system.files import write_bytes, write_sealed, write_text
-from wsi_fl.system.shared_work import site_lock
+from wsi_fl.system.site_lock import site_lock
 from wsi_fl.types import UsageError, WsiFlError
 
 _PAGE_IMAGES = 9
@@ -69,7 +69,7 @@ def check_generator(
     start_time = time.perf_counter()
     folder, document = kind.require_trained(study, site)
     watcher, resolution = watcher or SilentProgress(), document["settings"]["shape"]["resolution"]
-    with site_lock(folder.path, site):
+    with site_lock(folder.path, site) as work:
         with open_store(study, site) as store:
             if not is_source_store(store, document["store"]):
                 raise UsageError(f"site {site}: its store was made anew since the generator was trained; train --again")
@@ -82,6 +82,7 @@ def check_generator(
         evidence = kind.collect_evidence(case)
         result = _build_document(case, evidence)
         result["seconds"] = time.perf_counter() - start_time
+        work.require_presence()
         _write_page(case, evidence, result)
     return result
 

@@ -20,8 +20,9 @@ from wsi_fl.synthesis.keys import LpipsKeys
 from wsi_fl.synthesis.stages.generator_types import GeneratorTrainer, GeneratorType, Losses
 from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
 from wsi_fl.synthesis.training_state import balance_labels
-from wsi_fl.system.files import JOBS_FOLDER, write_bytes
-from wsi_fl.system.shared_work import site_lock
+from wsi_fl.system.files import write_bytes
+from wsi_fl.system.shared_work import SharedWork
+from wsi_fl.system.site_lock import WORK_NAMES, site_lock
 from wsi_fl.types import UsageError, WsiFlError
 
 _LOG_EVERY = 20
@@ -49,7 +50,7 @@ def train_generator(
     """
     start_time = time.perf_counter()
     folder = kind.find_folder(study, site)
-    with site_lock(folder.path, site):
+    with site_lock(folder.path, site) as work:
         if restart:
             _clear_folder(folder.path)
         with open_store(study, site) as store:
@@ -71,7 +72,7 @@ def train_generator(
                 progress.print_message(warning)
             if folder.load_state(trainer.state):
                 folder.forget_after(trainer.state.iteration)
-            document = _run_training(kind, trainer, folder, document, progress)
+            document = _run_training(kind, trainer, folder, document, progress, work)
     return {
         "site": site,
         "generator": study.relative_path(folder.path),
@@ -84,7 +85,12 @@ def train_generator(
 
 
 def _run_training(
-    kind: GeneratorType, trainer: GeneratorTrainer, folder: GeneratorFolder, document: Document, watcher: Watcher
+    kind: GeneratorType,
+    trainer: GeneratorTrainer,
+    folder: GeneratorFolder,
+    document: Document,
+    watcher: Watcher,
+    work: SharedWork,
 ) -> Document:
     """Train from the state's iteration on; each checkpoint is complete, and later files are written again."""
     state, site, phase_ends = trainer.state, document["site"], trainer.phases
@@ -93,6 +99,7 @@ def _run_training(
     start_time = time.monotonic()
     while state.iteration < total:
         losses.append(trainer.step())
+        work.require_presence()
         iteration = state.iteration
         if not all(isfinite(value) for value in losses[-1].values() if value is not None):
             raise WsiFlError(
@@ -130,9 +137,9 @@ def _render_preview(trainer: GeneratorTrainer) -> bytes:
 
 
 def _clear_folder(folder: Path) -> None:
-    """Remove everything from a generator's folder except the heartbeat of this command."""
+    """Remove everything from a generator's folder except what belongs to the work of this command."""
     for path in folder.iterdir():
-        if path.name != JOBS_FOLDER:
+        if path.name not in WORK_NAMES:
             rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -28,7 +28,7 @@ from wsi_fl.synthesis.keys import Synthesis
 from wsi_fl.synthesis.stages.generator_types import GeneratorType, describe_outcome, load_kind
 from wsi_fl.synthesis.training_state import balance_labels
 from wsi_fl.system.files import write_text
-from wsi_fl.system.shared_work import site_lock
+from wsi_fl.system.site_lock import site_lock
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
 _SLIDE = "synthetic"
@@ -90,8 +90,8 @@ def sample_generator(
     grid = (store_facts["size_px"], store_facts["mpp"])
     meta = synthetic_meta(name, store_facts["classes"], grid, shape["resolution"], provenance)
     labels = balance_labels(len(meta.classes), n_per_class)
-    with site_lock(study.store_path(name).parent, name):
-        images = transpose_images(kind.draw_images(folder, provenance, labels))
+    with site_lock(study.store_path(name).parent, name) as work:
+        images = transpose_images(work.guard_items(kind.draw_images(folder, provenance, labels)))
         write_synthetic(study.store_path(name), meta, labels, images, shape["channels"])
     if as_site:
         command = f"wsi-fl synthesize sample --site {site} --n-per-class {n_per_class}"
