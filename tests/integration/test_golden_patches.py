@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from itertools import permutations
 from types import SimpleNamespace
 
 import h5py
@@ -124,6 +125,45 @@ def test_the_site_that_differs_from_most_is_named():
     ]
     with pytest.raises(NoCommonPlan, match=r"^sites disagree: A has features 1.* the others the same$"):
         compare_sites(documents)
+
+
+def document_of(site, numbers, name="uni"):
+    return {"site": site, "encoder": name, "n_features": 5, "size_px": 256, "mpp": 0.5, "golden": list(numbers)}
+
+
+def result_of(documents):
+    try:
+        compare_sites(documents)
+    except NoCommonPlan as error:
+        return {site for site in "ABC" if f"{site} has features" in str(error)}
+    return set()
+
+
+def test_a_site_with_too_few_common_patches_joins_no_others_vectors_in_any_order():
+    one, two = np.random.default_rng(1).normal(size=(2, 256))
+    few = [*one[:8], *[None] * 248]
+    trio = [document_of("A", few), document_of("B", one), document_of("C", two)]
+    for order in permutations(trio):
+        assert result_of(order) == {"C"}, [document["site"] for document in order]
+
+
+@pytest.mark.parametrize("n_common", [0, 1, 7, 8])
+def test_vectors_stand_for_the_encoders_name_where_eight_patches_are_common(n_common):
+    whole = np.random.default_rng(1).normal(size=256)
+    part = np.where(np.arange(256) < 8 * n_common, whole, None).tolist()
+    pair = [document_of("A", whole), document_of("B", part, "virchow")]
+    if n_common == 8:
+        compare_sites(pair)
+    else:
+        with pytest.raises(NoCommonPlan, match="B has virchow as the encoder"):
+            compare_sites(pair)
+
+
+def test_vectors_that_are_alike_for_all_patches_do_not_stand_for_the_encoders_name():
+    same = np.tile(np.linspace(0.1, 0.9, 8), 32)
+    with pytest.raises(NoCommonPlan, match="B has virchow as the encoder"):
+        compare_sites([document_of("A", same), document_of("B", same, "virchow")])
+    compare_sites([document_of("A", same), document_of("B", same)])
 
 
 def test_patches_of_the_picture_are_found_by_their_corners(model):
