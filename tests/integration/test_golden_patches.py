@@ -220,6 +220,15 @@ def test_the_picture_among_the_slides_gives_the_store_its_vectors_and_is_no_slid
         assert store.meta.golden == project_features(uni)
 
 
+def test_vectors_of_an_encoder_that_is_no_preset_stay_out_of_the_store(study, tmp_path, uni, capsys):
+    row = brought(study, "trident", trident(tmp_path / "job", uni), new_name="ours")
+    assert row["bags"] == 4 and "ours is no preset, so others may not know it: features are compared by name" in (
+        capsys.readouterr().err
+    )
+    with store_of(study) as store:
+        assert store.meta.golden == () and store.meta.encoder.startswith("ours")
+
+
 def test_features_that_differ_from_the_encoder_here_are_refused_on_import(study, tmp_path, uni):
     wrong = uni + np.random.default_rng(1).normal(size=uni.shape).astype(np.float32) * uni.std()
     folder = trident(tmp_path / "job", wrong)
