@@ -164,26 +164,36 @@ def encoder_differences(labels: Sequence[str]) -> list[str]:
     return [_PART_SEPARATOR.join(row[k] for row in rows if len(set(row)) > 1) for k in range(len(labels))]
 
 
-GOLDEN_NUMBERS, MAX_GOLDEN_DISTANCE = 8, 0.1
+GOLDEN_NUMBERS, MAX_GOLDEN_DISTANCE, MIN_GOLDEN_SPREAD = 8, 0.1, 1e-6
 """Numbers of the vector of a golden patch, and the largest distance of the same features by two programs or precisions
-(tests/integration/test_golden_patches.py)."""
+(tests/integration/test_golden_patches.py); a spread of patches, in parts of the largest number, that is round-off."""
 
 
 def golden_distance(a: Sequence[float | None], b: Sequence[float | None]) -> float:
     """Return how far two encoders' vectors of the golden patches are apart, as a share of what patches differ by.
 
-    NaN where they have fewer than two patches in common.
+    NaN where they have fewer than two patches in common, or all of these have one and the same vector.
     """
     import numpy as np
 
-    n = min(len(a), len(b)) // GOLDEN_NUMBERS
-    rows = np.array([a[: n * GOLDEN_NUMBERS], b[: n * GOLDEN_NUMBERS]], np.float64).reshape(2, n, GOLDEN_NUMBERS)
-    rows = rows[:, np.isfinite(rows).all((0, 2))]
+    rows = select_common(a, b)
     if rows.shape[1] < 2:
         return nan
     spread = np.linalg.norm(rows - rows.mean(1, keepdims=True), axis=(1, 2)).max()
     distance = float(np.linalg.norm(rows[0] - rows[1]))
-    return distance / float(spread) if spread else (inf if distance else 0.0)
+    if spread <= MIN_GOLDEN_SPREAD * np.abs(rows).max():
+        return inf if distance else nan
+    return distance / float(spread)
+
+
+def select_common(a: Sequence[float | None], b: Sequence[float | None]) -> NDArray[np.float64]:
+    """Return the vectors float64[2, n, 8] of the n golden patches that both encoders have."""
+    import numpy as np
+
+    n = min(len(a), len(b)) // GOLDEN_NUMBERS
+    rows = np.array([a[: n * GOLDEN_NUMBERS], b[: n * GOLDEN_NUMBERS]], np.float64).reshape(2, n, GOLDEN_NUMBERS)
+    common: NDArray[np.float64] = rows[:, np.isfinite(rows).all((0, 2))]
+    return common
 
 
 def short_label(label: str) -> str:

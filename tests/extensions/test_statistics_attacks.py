@@ -127,31 +127,31 @@ def test_honest_class_statistics_are_refused_at_the_stated_rate(n, sigma, rows):
     head, _, exact = build_statistics(n, sigma, rows=rows)
     chance = torch.Generator().manual_seed(1)
     letters = [release_statistics(head, exact, sigma, chance) for _ in range(500)]
-    refused = sum(bool(explain_invalid_statistics(head, one, n, sigma, rows=rows, rate=0.01)) for one in letters)
+    refused = sum(bool(explain_invalid_statistics(head.layout, one, n, sigma, rows=rows, rate=0.01)) for one in letters)
     least = binom.ppf(1e-4, 500, 0.008) if rows else 0
     assert least <= refused <= binom.ppf(1 - 1e-4, 500, 0.01)
-    assert not any(explain_invalid_statistics(head, one, n, sigma, rows=rows) for one in letters[:100])
+    assert not any(explain_invalid_statistics(head.layout, one, n, sigma, rows=rows) for one in letters[:100])
 
 
 @pytest.mark.parametrize("sigma", [0.0, 2.0])
 def test_forged_class_statistics_are_refused(sigma):
     head, letter, _ = build_statistics(sigma=sigma)
-    assert explain_invalid_statistics(head, letter, 60, sigma) == ""
+    assert explain_invalid_statistics(head.layout, letter, 60, sigma) == ""
     flipped = torch.cat([letter[:-2].view(2, -1).flip(0).flatten(), letter[-2:].flip(0)])
     # labels may be wrong anywhere, and are bounded by n
-    assert explain_invalid_statistics(head, flipped, 60, sigma) == ""
+    assert explain_invalid_statistics(head.layout, flipped, 60, sigma) == ""
     forged = torch.cat([1000 * flipped[:-2], flipped[-2:]])
-    assert explain_invalid_statistics(head, forged, 60, sigma)
+    assert explain_invalid_statistics(head.layout, forged, 60, sigma)
     one = letter.clone()
     one[:16] *= 1000  # sums alone, where nobody knows n
-    assert "longer than its count" in explain_invalid_statistics(head, one)
+    assert "longer than its count" in explain_invalid_statistics(head.layout, one)
     more = letter.clone()
     more.view(-1)[[16, 33]] += 60.0
-    reason = explain_invalid_statistics(head, more, 60, sigma)
+    reason = explain_invalid_statistics(head.layout, more, 60, sigma)
     assert "announced" in reason or "long" in reason
     louder = letter.clone()
     louder[-2:] = 4 * louder[-2:] + 1
-    assert "noise has a deviation" in explain_invalid_statistics(head, louder, 60, sigma)
+    assert "noise has a deviation" in explain_invalid_statistics(head.layout, louder, 60, sigma)
 
 
 def test_accepted_statistics_move_the_sum_by_at_most_their_rows_and_noise():
@@ -160,9 +160,9 @@ def test_accepted_statistics_move_the_sum_by_at_most_their_rows_and_noise():
     worst_case[0], worst_case[16] = 57.0, 17.0  # all rows of one class, in one direction
     worst_case[-2:] = 4.0
     for scale in (1.0, 1.3, 2.0, 1000.0):
-        if not explain_invalid_statistics(head, torch.cat([scale * worst_case[:-2], worst_case[-2:]]), 60, 2.0):
+        if not explain_invalid_statistics(head.layout, torch.cat([scale * worst_case[:-2], worst_case[-2:]]), 60, 2.0):
             assert scale * float(worst_case[:-2].norm()) < 60 + 2 * (norm.isf(1e-7) + np.sqrt(34)) * 1.5
-    assert not explain_invalid_statistics(head, worst_case, 60, 2.0)
+    assert not explain_invalid_statistics(head.layout, worst_case, 60, 2.0)
 
 
 def test_a_head_without_the_statistics_of_one_site_is_that_of_the_other_sites():

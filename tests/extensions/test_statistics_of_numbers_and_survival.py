@@ -181,16 +181,16 @@ def test_honest_statistics_of_numbers_and_times_are_accepted_and_forged_ones_ref
         noisy = head.noiseless_statistics + 2 * torch.randn(len(head.noiseless_statistics))
         sums, variances = head.weight_by_precision(noisy, 4.0)
         letter = torch.cat([sums, variances])
-        refusals += bool(explain_invalid_statistics(head, letter, 60, 2.0, rate=0.02))
-        assert not explain_invalid_statistics(head, letter, 60, 2.0)
+        refusals += bool(explain_invalid_statistics(head.layout, letter, 60, 2.0, rate=0.02))
+        assert not explain_invalid_statistics(head.layout, letter, 60, 2.0)
     assert refusals <= binom.ppf(0.9999, 250, 0.02)
-    assert explain_invalid_statistics(head, torch.cat([1000 * sums, variances]), 60, 2.0)
+    assert explain_invalid_statistics(head.layout, torch.cat([1000 * sums, variances]), 60, 2.0)
     exact = torch.cat([head.noiseless_statistics, torch.zeros(len(letter) - len(head.noiseless_statistics))])
-    assert "announced" in explain_invalid_statistics(head, exact, 50, 0.0) and not explain_invalid_statistics(
-        head, exact, 60, 0.0
+    assert "announced" in explain_invalid_statistics(head.layout, exact, 50, 0.0) and not explain_invalid_statistics(
+        head.layout, exact, 60, 0.0
     )
-    assert "its count" in explain_invalid_statistics(head, -exact, 60, 0.0)
-    assert not explain_invalid_statistics(head, letter, 70, 2.0)  # ten rows are held out of those that n counts
+    assert "its count" in explain_invalid_statistics(head.layout, -exact, 60, 0.0)
+    assert not explain_invalid_statistics(head.layout, letter, 70, 2.0)  # ten rows are held out of those that n counts
 
 
 def test_with_many_rows_a_number_is_predicted_as_by_linear_regression():

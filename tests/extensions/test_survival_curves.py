@@ -115,10 +115,10 @@ def test_a_patient_adds_one_to_one_count_and_forged_counts_are_refused():
     packed = dp.clip_statistics(head, head.embed_rows(x), columns, patient)
     counts = head.unpack_statistics(packed)[1]
     torch.testing.assert_close(counts, torch.bincount(columns[np.r_[:21, 30:40]], minlength=9).double())
-    assert head.count_scale == 1 and float(packed.norm()) <= 31
+    assert head.layout.count_scale == 1 and float(packed.norm()) <= 31
     forged = torch.cat([packed * 9, torch.zeros(9)])
-    assert "units" in explain_invalid_statistics(head, forged, 31, 0.0)
-    assert not explain_invalid_statistics(head, torch.cat([packed, torch.zeros(9)]), 31, 0.0)
+    assert "units" in explain_invalid_statistics(head.layout, forged, 31, 0.0)
+    assert not explain_invalid_statistics(head.layout, torch.cat([packed, torch.zeros(9)]), 31, 0.0)
 
 
 @pytest.fixture
@@ -195,6 +195,21 @@ def test_curves_of_other_targets_or_without_statistics_are_refused(study):
     rewritten(study.release_path("S1"), n=3)
     refused(lambda: draw_survival(study, png), "no statistics of 3 patients of site S1", error=WsiFlError)
     assert not png.exists()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [{"n_features": 10**13}, {"task": '{"time": "months", "event": "dead", "intervals": [1, 2]}'}, {"n": 10**400}],
+    ids=str,
+)
+def test_forged_statistics_end_in_a_line(study, forged):
+    release(study, *COUNTS, OPEN, site="S0")
+    rewritten(study.release_path("S0"), **forged)
+    if "n_features" in forged:  # which counts do not depend on
+        assert draw_survival(study, study.root / "curves.png")["curves"]
+        return
+    with pytest.raises(WsiFlError, match=r"^[^\n]*statistics[^\n]*$"):
+        draw_survival(study, study.root / "curves.png")
 
 
 def test_counts_of_rows_of_which_no_curve_can_be_drawn_are_refused_before_they_cost(study):

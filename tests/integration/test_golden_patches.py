@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from itertools import permutations
 from types import SimpleNamespace
 
 import h5py
@@ -126,6 +127,45 @@ def test_the_site_that_differs_from_most_is_named():
         compare_sites(documents)
 
 
+def document_of(site, numbers, name="uni"):
+    return {"site": site, "encoder": name, "n_features": 5, "size_px": 256, "mpp": 0.5, "golden": list(numbers)}
+
+
+def result_of(documents):
+    try:
+        compare_sites(documents)
+    except NoCommonPlan as error:
+        return {site for site in "ABC" if f"{site} has features" in str(error)}
+    return set()
+
+
+def test_a_site_with_too_few_common_patches_joins_no_others_vectors_in_any_order():
+    one, two = np.random.default_rng(1).normal(size=(2, 256))
+    few = [*one[:8], *[None] * 248]
+    trio = [document_of("A", few), document_of("B", one), document_of("C", two)]
+    for order in permutations(trio):
+        assert result_of(order) == {"C"}, [document["site"] for document in order]
+
+
+@pytest.mark.parametrize("n_common", [0, 1, 7, 8])
+def test_vectors_stand_for_the_encoders_name_where_eight_patches_are_common(n_common):
+    whole = np.random.default_rng(1).normal(size=256)
+    part = np.where(np.arange(256) < 8 * n_common, whole, None).tolist()
+    pair = [document_of("A", whole), document_of("B", part, "virchow")]
+    if n_common == 8:
+        compare_sites(pair)
+    else:
+        with pytest.raises(NoCommonPlan, match="B has virchow as the encoder"):
+            compare_sites(pair)
+
+
+def test_vectors_that_are_alike_for_all_patches_do_not_stand_for_the_encoders_name():
+    same = np.tile(np.linspace(0.1, 0.9, 8), 32)
+    with pytest.raises(NoCommonPlan, match="B has virchow as the encoder"):
+        compare_sites([document_of("A", same), document_of("B", same, "virchow")])
+    compare_sites([document_of("A", same), document_of("B", same)])
+
+
 def test_patches_of_the_picture_are_found_by_their_corners(model):
     whole = np.arange(32 * 4, dtype=np.float32).reshape(32, 4)
     corners = np.array([(x, y) for y in range(0, 1024, 256) for x in range(0, 2048, 256)])
@@ -178,6 +218,15 @@ def test_the_picture_among_the_slides_gives_the_store_its_vectors_and_is_no_slid
     assert "have the features of this encoder here" in capsys.readouterr().err
     with store_of(study) as store:
         assert store.meta.golden == project_features(uni)
+
+
+def test_vectors_of_an_encoder_that_is_no_preset_stay_out_of_the_store(study, tmp_path, uni, capsys):
+    row = brought(study, "trident", trident(tmp_path / "job", uni), new_name="ours")
+    assert row["bags"] == 4 and "ours is no preset, so others may not know it: features are compared by name" in (
+        capsys.readouterr().err
+    )
+    with store_of(study) as store:
+        assert store.meta.golden == () and store.meta.encoder.startswith("ours")
 
 
 def test_features_that_differ_from_the_encoder_here_are_refused_on_import(study, tmp_path, uni):

@@ -345,7 +345,7 @@ def _measure_influence(context: RunContext, site_names: list[str]) -> list[dict[
     rows = context.pipeline.privacy.unit == "row" and not context.pipeline.audit.canaries
 
     def build_row(name: str, vector: Tensor) -> dict[str, object]:
-        refusal = explain_invalid_statistics(head, vector, n_units[name], rows=rows)  # as where it arrived
+        refusal = explain_invalid_statistics(head.layout, vector, n_units[name], rows=rows)  # as where it arrived
         remaining_head = head if refusal else head_excluding_site(head, vector)
         change = float((remaining_head.solve_head()[0] - weights).norm())
         shift = change / length if length else None  # noise may leave no weight

@@ -13,7 +13,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count, PrintableText, SiteName
-from wsi_fl.types import MAX_GOLDEN_DISTANCE, NoCommonPlan, encoder_differences, golden_distance
+from wsi_fl.types import MAX_GOLDEN_DISTANCE, NoCommonPlan, encoder_differences, golden_distance, select_common
 
 _Scalar = PrintableText | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
 Setting = _Scalar | Annotated[list[_Scalar], Field(max_length=1000)]
@@ -85,6 +85,8 @@ _MUST_AGREE = {
 }
 _FIELD_OF_VIEW = "the field of view of its patches (train.any_patch_size allows it)"
 _SAME = "the same"
+_MIN_COMMON_PATCHES = 8
+"""Fewest golden patches in common by which two encoders are known to be the same, whatever their names."""
 _MAX_MESSAGE_CHARS, _MAX_SITES_LISTED = 480, 3
 
 
@@ -138,9 +140,10 @@ def _list_values(documents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, 
 def _compare_vectors(documents: Sequence[Mapping[str, Any]]) -> tuple[list[str], bool]:
     """Return how far each site's vectors of the golden patches are from most sites', in words.
 
-    And whether all could be compared, which needs the same patch size: then names of encoders do not matter.
+    And whether all could be compared, which needs the same patch size and several patches that differ: then names of
+    encoders do not matter. The order of sites is of no influence.
     """
-    differences = [_SAME] * len(documents)
+    differences, names = [_SAME] * len(documents), [str(document["site"]) for document in documents]
     by_spec: dict[Any, list[int]] = {}
     for site, document in enumerate(documents):
         spec = (document.get("size_px"), f"{document.get('mpp') or 0:.3g}") if document.get("golden") else None
@@ -150,16 +153,18 @@ def _compare_vectors(documents: Sequence[Mapping[str, Any]]) -> tuple[list[str],
     for sites in by_spec.values():
         vectors = {site: documents[site]["golden"] for site in sites}
         groups: list[list[int]] = []
-        for site in sites:
+        # sites with the most patches first, as those with few are alike to any
+        for site in sorted(sites, key=lambda site: (vectors[site].count(None) - len(vectors[site]), names[site])):
             distances = [golden_distance(vectors[site], vectors[group[0]]) for group in groups]
-            same = next((k for k, distance in enumerate(distances) if not distance > MAX_GOLDEN_DISTANCE), len(groups))
+            same = next((k for k, distance in enumerate(distances) if distance <= MAX_GOLDEN_DISTANCE), len(groups))
             if same == len(groups):
                 groups.append([])
             groups[same].append(site)
         usual = max(groups, key=len)[0]
         for site in sites:
             distance = golden_distance(vectors[site], vectors[usual])
-            is_complete = is_complete and not isnan(distance)
+            n_common = select_common(vectors[site], vectors[usual]).shape[1]
+            is_complete = is_complete and n_common >= _MIN_COMMON_PATCHES and not isnan(distance)
             differences[site] = f"features {distance:.0%} apart" if distance > MAX_GOLDEN_DISTANCE else _SAME
     return differences, is_complete
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wsi_fl.oneshot.column_sums import COUNT_WEIGHT, StatisticsLayout
 from wsi_fl.oneshot.discrete_noise import (
     NOISE_MARGIN,
     STEPS_PER_UNIT,
@@ -22,7 +23,7 @@ from wsi_fl.oneshot.discrete_noise import (
     quantization_sensitivity,
     quantize,
 )
-from wsi_fl.oneshot.shared_head import COUNT_WEIGHT, SharedHead
+from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
@@ -95,7 +96,7 @@ _STATISTICS_ROUND_OFF = 1e-4  # of float32 and of clipping, relative to the leng
 
 @torch.no_grad()
 def explain_invalid_statistics(
-    head: SharedHead,
+    layout: StatisticsLayout,
     statistics: Tensor,
     n: int | None = None,
     sigma: float | None = None,
@@ -109,21 +110,21 @@ def explain_invalid_statistics(
     conservative, and eight tenths by the third, which is exact. Without noise no honest statistics are refused.
 
     Args:
-        head: a head with the same projection.
+        layout: of statistics with the same projection.
         statistics: float[k + classes], statistics with noise, and the noise variances by class.
         n, sigma: number of units and noise multiplier announced by the site; None where not announced.
         rows: whether units are rows, each of one class; patients may be of several.
         rate: false alarm rate.
     """
-    return next(_find_problems(head, statistics.double(), n, sigma, rows, rate / 10), "")
+    return next(_find_problems(layout, statistics.double(), n, sigma, rows, rate / 10), "")
 
 
 def _find_problems(
-    head: SharedHead, statistics: Tensor, n: int | None, sigma: float | None, rows: bool, test_rate: float
+    layout: StatisticsLayout, statistics: Tensor, n: int | None, sigma: float | None, rows: bool, test_rate: float
 ) -> Iterator[str]:
     from scipy.stats import chi2, norm
 
-    classes, wide = head.shape
+    classes, wide = layout.table_shape
     variances = statistics[-classes:]
     noise = float(variances.max().clamp(min=0)) ** 0.5
     if sigma is not None and abs(noise - sigma) > _STATISTICS_ROUND_OFF * sigma:
@@ -147,9 +148,9 @@ def _find_problems(
     if length > max_length:
         yield f"it is {length:.3g} long, where {n} units and their noise make at most {max_length:.3g}"
     # 3. the counts add up to n rows at most, and noise; fewer where validation rows or a fold are held out of n
-    n_counted = float(counts.sum()) / head.count_scale
-    tolerance = noise * classes**0.5 * norm.isf(8 * test_rate) / head.count_scale
-    if rows and n_counted - n > tolerance + round_off / head.count_scale:
+    n_counted = float(counts.sum()) / layout.count_scale
+    tolerance = noise * classes**0.5 * norm.isf(8 * test_rate) / layout.count_scale
+    if rows and n_counted - n > tolerance + round_off / layout.count_scale:
         yield f"it counts {n_counted:.3g} rows, where {n} were announced and noise makes at most {tolerance:.3g}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import sqrt
 from typing import Literal
 
 import torch
@@ -14,6 +16,38 @@ ROUND_OFF = 1e-6
 """Margin of norms for errors of floating point."""
 TINY = 1e-30
 """Smallest divisor."""
+COUNT_WEIGHT = 0.3
+"""Weight of an example in the count of its class, for z of norm 1: counts need less precision than sums."""
+SCALE = 1 / sqrt(1 + COUNT_WEIGHT**2)
+"""Factor that limits the norm of the statistics of one example to 1."""
+
+
+@dataclass(frozen=True)
+class StatisticsLayout:
+    """The layout of packed sums and counts of some columns, each of d numbers and a count."""
+
+    n_columns: int
+    n_components: int
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """Return (columns, d + 1)."""
+        return self.n_columns, self.n_components + 1
+
+    @property
+    def sum_scale(self) -> float:
+        """Return the factor of packed sums."""
+        return SCALE if self.n_components else 1.0
+
+    @property
+    def count_scale(self) -> float:
+        """Return the addition of one example to the packed count of its column; 1 where counts are alone."""
+        return COUNT_WEIGHT * SCALE if self.n_components else 1.0
+
+    def unpack_sums(self, sums: Tensor) -> Tensor:
+        """Return sums and counts float64[columns, d + 1] of packed statistics."""
+        table = sums[: self.n_columns * (self.n_components + 1)].double().view(self.table_shape)
+        return torch.cat([table[:, :-1] / self.sum_scale, table[:, -1:] / self.count_scale], dim=1)
 
 
 def embed_rows(x: Tensor, mean: Tensor, components: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class StatisticsPayload(ModelPayload):
         unknown = (None, None)
         announced = site.announced_units.get(message.sender, unknown) if is_single else unknown
         rows = site.units.kind == "row" and site.canaries is None  # of canaries about half have a row
-        return explain_invalid_statistics(head, torch.tensor(message_state(message).z), *announced, rows=rows)
+        return explain_invalid_statistics(head.layout, torch.tensor(message_state(message).z), *announced, rows=rows)
 
     def replace_rejected(self, local_vector: Vector, share: float) -> PushSum | None:
         """Return empty statistics."""

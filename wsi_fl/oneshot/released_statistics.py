@@ -59,7 +59,7 @@ class StatisticsHeader(BaseModel):
     dimensions: int = Field(ge=0)
     projection: str
     unit: Literal["row", "patient"]
-    n: int = Field(ge=1)
+    n: int = Field(ge=1, le=1 << 53)
     sigma: float = Field(ge=0)
     epsilon: float | None = Field(ge=0)
     delta: float = Field(gt=0, lt=1)

@@ -339,7 +339,7 @@ def _open_sum(site: Site, method: Method, summed_steps: NDArray[np.int64], n_sit
     variances = head.released[len(total) :].cpu().numpy()
     n = sum(units for units, _ in site.announced_units.values()) or _MAX_ROWS
     statistics = torch.from_numpy(np.concatenate([total, variances * n_sites]))
-    if problem := explain_invalid_statistics(head, statistics, n, rows=False):
+    if problem := explain_invalid_statistics(head.layout, statistics, n, rows=False):
         raise WsiFlError(f"the sum is void, no honest messages add up to it: {problem}; go on with train --resume")
     mean = np.concatenate([total / n_sites, variances]).astype(np.float32)
     method.payload.load_mixture(site.mixing_learner(method), mean, n_sites)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from math import sqrt
 
 import numpy as np
 import torch
@@ -27,9 +26,12 @@ from torch import Tensor, nn
 
 from wsi_fl.models.mil import MeanOfBag
 from wsi_fl.oneshot.column_sums import (
+    COUNT_WEIGHT,
     ROUND_OFF,
+    SCALE,
     TINY,
     HeadKind,
+    StatisticsLayout,
     count_columns,
     count_sums,
     embed_rows,
@@ -40,9 +42,6 @@ from wsi_fl.oneshot.newton_step import BaselineModel, hazard_baseline, number_ba
 from wsi_fl.oneshot.projection import N_RANDOM, Projection, random_projection
 from wsi_fl.types import UsageError
 
-COUNT_WEIGHT = 0.3
-"""Weight of an example in the count of its class, for z of norm 1: counts need less precision than sums."""
-_SCALE = 1 / sqrt(1 + COUNT_WEIGHT**2)  # limits the norm of the statistics of one example to 1
 _PATIENT_CLIP = 0.4
 """Clipping norm of the mean of a patient's patches, in norms of one example: patches vary more than their means."""
 _RIDGE = 0.5  # added to the covariance, in parts of its mean variance
@@ -64,6 +63,7 @@ class SharedHead(nn.Module):
         patients: whether the privacy units are patients with many examples each.
 
     Attributes:
+        layout: of the packed statistics.
         shape: (columns, d + 1).
         sums: float32[k + columns], packed sums and counts, and the public variances of the noise by column.
         released: float64[k + columns], this site's release, and `noiseless_statistics` float64[k], the same without
@@ -74,7 +74,6 @@ class SharedHead(nn.Module):
         design_effect: the design effect, the variance of means of local examples relative to that of independent ones;
             1 for one example per patient.
         rows_per_unit: number of examples averaged in a unit: 1, or the mean number of the local patients.
-        count_scale: addition of one example to the packed count of its column.
         clip_scale: divisor of a unit's z before the sum: 1, or the clipping norm where units are patients.
         n_sites: number of sites in the mean `sums`; 0 before the exchange.
     """
@@ -94,10 +93,8 @@ class SharedHead(nn.Module):
         self.pooled: nn.Module = MeanOfBag() if bags else nn.Identity()
         if isinstance(projection, int):
             projection = random_projection(n_features, projection)
-        self.shape = (count_columns(n_classes, kind), projection.n_components + 1)
-        # without features the count alone has norm 1
-        self._count_weight, self._scale = (COUNT_WEIGHT, _SCALE) if projection.n_components else (1.0, 1.0)
-        self.count_scale = self._count_weight * self._scale
+        self.layout = StatisticsLayout(count_columns(n_classes, kind), projection.n_components)
+        self.shape = self.layout.table_shape
         n_values = count_sums(self.shape[0], projection.n_components)
         self.sums = nn.Parameter(torch.zeros(n_values))
         self.mean = nn.Buffer(torch.from_numpy(projection.mean))
@@ -157,12 +154,14 @@ class SharedHead(nn.Module):
         return self._flatten_sums(means)
 
     def _flatten_sums(self, sums: Tensor) -> Tensor:
-        return torch.cat([sums[:, :-1], self._count_weight * sums[:, -1:]], dim=1).flatten() * self._scale
+        return torch.cat(
+            [sums[:, :-1] * self.layout.sum_scale, sums[:, -1:] * self.layout.count_scale], dim=1
+        ).flatten()
 
     def unpack_statistics(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return sums float64[columns, d] and counts float64[columns] of packed statistics."""
-        table = sums[: self.shape[0] * self.shape[1]].double().view(self.shape) / self._scale
-        return table[:, :-1] * self.clip_scale, table[:, -1] / self._count_weight
+        table = self.layout.unpack_sums(sums)
+        return table[:, :-1] * self.clip_scale, table[:, -1]
 
     @torch.no_grad()
     def set_local_statistics(self, z: Tensor, y: Tensor, patient: Tensor | None = None) -> None:
@@ -216,7 +215,7 @@ class SharedHead(nn.Module):
         if self.kind != "classes":
             return noisy, noisy.new_full(self.shape[:1], variance)
         table = noisy.view(self.shape)
-        counts, noise = table[:, -1] / (COUNT_WEIGHT * _SCALE), variance / _SCALE**2
+        counts, noise = table[:, -1] / (COUNT_WEIGHT * SCALE), variance / SCALE**2
         deviations = counts - counts.mean()
         noise_share = (len(counts) - 1) * noise / COUNT_WEIGHT**2 / deviations.square().sum().clamp(min=TINY)
         counts = (counts.mean() + deviations * (1 - noise_share).clamp(min=0)).clamp(min=1)
@@ -272,7 +271,7 @@ class SharedHead(nn.Module):
         # 2. The means of others and their precision.
         statistics = self.sum_of_other_sites()
         sums, counts = self.unpack_statistics(statistics)
-        noise = statistics[-len(counts) :].clamp(min=0) / _SCALE**2 * self.clip_scale**2
+        noise = statistics[-len(counts) :].clamp(min=0) / SCALE**2 * self.clip_scale**2
         counts, unit_variance = counts.clamp(min=0), v * self.design_effect / self.rows_per_unit
         precisions = counts / (unit_variance * counts + noise).clamp(min=TINY)
         # 3. Local and others' means, weighted by precision.
@@ -304,7 +303,7 @@ class SharedHead(nn.Module):
         sums, counts = self.unpack_statistics(statistics)
         other_sums = torch.cat([sums, counts.clamp(min=0)[:, None]], dim=1)
         local_sums = self.local_sums / self.design_effect
-        noise = statistics[-len(counts) :].clamp(min=0).max() / _SCALE**2 * self.clip_scale**2
+        noise = statistics[-len(counts) :].clamp(min=0).max() / SCALE**2 * self.clip_scale**2
         baseline = build_baseline(local_sums[:, -1] + other_sums[:, -1])
         other_information = baseline.information @ other_sums[:, -1]
         design_effect = self.design_effect / self.rows_per_unit

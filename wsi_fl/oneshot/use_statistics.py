@@ -43,7 +43,7 @@ def use_statistics(method: Method, data: SiteData, site: Site, released: Mapping
     for other, statistics in released.items():
         refuse_mismatch(statistics.header, header, label := study.relative_path(study.release_path(other)))
         values, facts = torch.from_numpy(statistics.vector), statistics.header
-        if problem := explain_invalid_statistics(head, values, facts.n, facts.sigma, rows=facts.unit == "row"):
+        if problem := explain_invalid_statistics(head.layout, values, facts.n, facts.sigma, rows=facts.unit == "row"):
             raise WsiFlError(f"{label}: no statistics of {facts.n} {facts.unit}s: {problem}; ask its site for the file")
     exact = np.mean([statistics.vector.astype(np.float64) for statistics in released.values()], axis=0)
     mean = np.asarray(exact, np.float32)

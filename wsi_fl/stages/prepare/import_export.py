@@ -124,9 +124,8 @@ def import_features(
             raise WsiFlError(f"site {site}: no slide could be imported; {slide_lists.first_failure(failed)}")
         meta = _merge_metadata(site_file, pipeline, slides, facts)
         if golden_file is not None:
-            meta = replace(meta, golden=_read_golden(golden_file, layout, meta))
-            is_compared = require_golden_vectors(study, pipeline, meta, golden_file)
-            progress.print_message(f"  {site}: {_GOLDEN_NOTES[bool(meta.golden) + is_compared]}")
+            meta, note = _add_golden(study, pipeline, meta, golden_file, layout)
+            progress.print_message(f"  {site}: {note}")
         slides = [_rescale_slide(slide, meta.spec) for slide in slides]
         table = slide_lists.build_bag_table([slide.record for slide in slides], pipeline.subtypes, site_file)
         bags, sizes = _reread_bags(slides, layout, progress, len(records)), [slide.n_patches for slide in slides]
@@ -153,6 +152,20 @@ _GOLDEN_NOTES = (
     "its golden patches will be compared with those of other sites",
     "its golden patches have the features of this encoder here, and will be compared with those of other sites",
 )
+
+
+def _add_golden(
+    study: Study, pipeline: Pipeline, meta: BagMeta, golden_file: Path, layout: FeatureLayout
+) -> tuple[BagMeta, str]:
+    """Return metadata with the vectors of the golden patches, and a note; without vectors if the encoder is no preset.
+
+    Vectors of an encoder made from patients would tell of them.
+    """
+    if (encoder := meta.encoder.split(";")[0]) not in PRESETS:
+        return meta, f"{encoder} is no preset, so others may not know it: features are compared by name"
+    meta = replace(meta, golden=_read_golden(golden_file, layout, meta))
+    is_compared = require_golden_vectors(study, pipeline, meta, golden_file)
+    return meta, _GOLDEN_NOTES[bool(meta.golden) + is_compared]
 
 
 def _read_golden(path: Path, layout: FeatureLayout, meta: BagMeta) -> GoldenVectors:
