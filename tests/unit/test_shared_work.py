@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -17,8 +18,8 @@ from conftest import refused
 from wsi_fl.stages.runtime.rank_job import parse_part
 from wsi_fl.system import files, shared_work
 from wsi_fl.system.files import JOBS_FOLDER, write_bytes
-from wsi_fl.system.shared_work import WorkEnded, WorkKey, join_work
-from wsi_fl.system.site_lock import site_lock
+from wsi_fl.system.join_work import join_work, site_lock
+from wsi_fl.system.shared_work import WorkEnded, WorkKey
 from wsi_fl.types import WsiFlError
 
 KEY, OTHER_KEY = WorkKey("tile", "a"), WorkKey("tile", "b")
@@ -49,7 +50,8 @@ def killed_after(folder, action):
     code = f"""
 import os, signal, sys
 from pathlib import Path
-from wsi_fl.system.shared_work import WorkKey, join_work
+from wsi_fl.system.join_work import join_work
+from wsi_fl.system.shared_work import WorkKey
 with join_work(Path(sys.argv[1]), WorkKey("tile", "a"), "site C1") as work:
     {action}
     os.kill(os.getpid(), signal.SIGKILL)
@@ -162,7 +164,7 @@ def test_finished_work_does_not_wait_for_a_stopped_process(tmp_path, monkeypatch
     with join(tmp_path) as stopped:
         stopped.finish_work()
         edit_heartbeats(tmp_path, machine=None, seconds_ago=2 * shared_work._SILENT_S)
-        monkeypatch.setattr(shared_work.time, "sleep", fail)
+        monkeypatch.setattr(time, "sleep", fail)
         with join(tmp_path) as work:
             assert work.path != stopped.path and work.claim_item("p", "x")
 
@@ -197,6 +199,21 @@ def test_finished_work_is_removed_by_the_last_and_unfinished_work_is_kept_for_it
     (path / "work.json").unlink()  # by whatever: no work can be told from it
     with join(tmp_path) as work:
         assert work.path != path
+
+
+def test_work_that_is_kept_is_not_dropped_for_other_work_before_it_is_finished(tmp_path):
+    with join(tmp_path) as work:
+        work.keep_unfinished()
+        folder = work.path.parent
+    words = "site C1:", "finished parts of unfinished work (tile)", f"{folder}", "or delete that folder"
+    for other in (join(tmp_path, OTHER_KEY), site_lock(tmp_path, "C1"), site_lock(tmp_path, "C1", wait=True)):
+        refused(other.__enter__, *words, error=WsiFlError)
+    (folder / work.path.name / "work.json").write_text("")  # nobody can finish it
+    with join(tmp_path, OTHER_KEY) as other:
+        other.keep_unfinished()
+        other.finish_work()
+    with join(tmp_path) as work:
+        assert work.path != other.path
 
 
 def test_other_work_at_the_same_time_is_refused_in_one_line_that_names_the_process(tmp_path):

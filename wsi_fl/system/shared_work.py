@@ -17,6 +17,7 @@ them appears after the work has ended. Whoever writes in place or deletes gives 
 itself, writes beside others.
 
     FOLDER/.jobs/WORK/work.json        the command and its settings; all who join must agree
+    FOLDER/.jobs/WORK/kept             there is this file where other work must not replace it unfinished
     FOLDER/.jobs/WORK/jobs/JOB         the heartbeat of a process, and who it is
     FOLDER/.jobs/WORK/staging/JOB/     files that it is writing
     FOLDER/.jobs/WORK/PHASE/ITEM.1     the claim of an item; .2 of the next owner, when the first one died
@@ -46,12 +47,10 @@ _T = TypeVar("_T")
 _BEAT_S, _SILENT_S = 10.0, 120.0
 """Seconds between heartbeats, and without one until a process counts as dead. A network file system may show a write of
 another machine a minute late."""
-_RETRY_S, _CACHE_S = 0.2, 1.0
-_DONE = "done"
+_CACHE_S = 1.0
+_DONE, _KEPT = "done", "kept"
 _MISSING_ERRORS = (errno.ENOENT, errno.ESTALE)
 """Errors for a file or folder that another process removed."""
-_MAX_ATTEMPTS = 100
-"""To begin a work while other processes begin and end theirs."""
 
 
 class WorkEnded(WsiFlError):
@@ -86,6 +85,9 @@ class WorkKey(NamedTuple):
     digest: str
 
 
+NO_KEY = WorkKey("", "")
+
+
 class SharedWork:
     """The work on a folder, as one of its processes sees it; made by `join_work`.
 
@@ -111,9 +113,9 @@ class SharedWork:
         """Return the key of the work; one that nobody has where it is damaged."""
         content = _read_file(self.path / "work.json")
         try:
-            return WorkKey(*json.loads(content[0])) if content else WorkKey("", "")
+            return WorkKey(*json.loads(content[0])) if content else NO_KEY
         except (TypeError, ValueError):
-            return WorkKey("", "")
+            return NO_KEY
 
     # items
 
@@ -292,10 +294,20 @@ class SharedWork:
     def is_finished(self) -> bool:
         return (self.path / "finished").exists()
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether other work must not replace this one before it is finished."""
+        return (self.path / _KEPT).exists() and self.read_key() != NO_KEY
+
     def finish_work(self) -> None:
         """Mark the work as finished; the last process to leave removes it."""
         with self._require_work():
             (self.path / "finished").touch()
+
+    def keep_unfinished(self) -> None:
+        """Let no other work replace this one before it is finished."""
+        with self._require_work():
+            (self.path / _KEPT).touch()
 
     def start_beating(self) -> bool:
         """Write the first heartbeat, from which on this process counts; return False for finished work.
@@ -382,7 +394,7 @@ def _read_file(path: Path) -> tuple[str, float] | None:
     return None
 
 
-def _find_work(folder: Path, group: str) -> SharedWork | None:
+def find_work(folder: Path, group: str) -> SharedWork | None:
     """Return the present work on a folder; None where there is none."""
     try:
         for path in (folder / JOBS_FOLDER).iterdir():
@@ -394,7 +406,7 @@ def _find_work(folder: Path, group: str) -> SharedWork | None:
     return None
 
 
-def _create_work(folder: Path, key: WorkKey) -> OSError | None:
+def create_work(folder: Path, key: WorkKey) -> OSError | None:
     """Begin a work on a folder; return an error where another process was faster, or the folder cannot be written."""
     path = folder / JOBS_FOLDER / secrets.token_hex(6)
     prepared = _temporary_folder(path)
@@ -414,49 +426,3 @@ def _create_work(folder: Path, key: WorkKey) -> OSError | None:
         raise_if_full(error, folder)
         return error
     return None
-
-
-@contextmanager
-def join_work(folder: Path, key: WorkKey, label: str, *, group: str = "", wait: bool = False) -> Iterator[SharedWork]:
-    """Take part in the work on a folder, which begins with its first process.
-
-    Unfinished work with the same key is continued, whoever began it. Other work that nobody is at is dropped.
-
-    Args:
-        label: of the folder, in messages.
-        group: the command of this process, equal for its MPI ranks. Default: its own.
-        wait: wait until other work has ended.
-
-    Raises:
-        WsiFlError: when other work is being done there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    errors: list[OSError] = []
-    while True:
-        work = _find_work(folder, group or secrets.token_hex(6))
-        if work is None:
-            if error := _create_work(folder, key):
-                errors.append(error)
-            if len(errors) > _MAX_ATTEMPTS:
-                raise errors[-1]
-            continue
-        with suppress(WorkEnded):
-            work_key, workers = work.read_key(), work.list_workers()
-            if work_key == key and work.start_beating():
-                break
-            is_busy = bool(workers) and not wait and not work.is_finished
-            work.is_complete = not workers
-            work.leave_work()
-            if is_busy:
-                raise WsiFlError(_describe_busy(folder, label, workers[0], work_key.command == key.command))
-            if workers:
-                time.sleep(_RETRY_S)
-    try:
-        yield work
-    finally:
-        work.leave_work()
-
-
-def _describe_busy(folder: Path, label: str, worker: Worker, is_same_command: bool) -> str:
-    settings = " with other settings, slides or version" if is_same_command else ""
-    return f"{label}: another wsi-fl command is writing {folder}{settings} ({worker}); wait for it"
