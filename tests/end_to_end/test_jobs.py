@@ -246,7 +246,10 @@ def test_a_store_that_cannot_be_closed_is_one_line_for_all_jobs_and_begins_anew(
 def test_parts_are_kept_until_the_last_is_done(study, settings):
     """Another command and other settings between them are refused, and no outcome is lost."""
     tile_slides(study, site="C1", overrides=SETTINGS, part=Part(1, 2))
-    others = partial(make_mosaics, overrides=settings), partial(tile_slides, overrides=[*SETTINGS, "tile.groups=1"])
+    others = (
+        partial(make_mosaics, overrides=settings),
+        partial(tile_slides, overrides=[*SETTINGS, "tile.min_tissue=0.3"]),
+    )
     for other in others:
         refused(partial(other, study, site="C1", part=Part(1, 2)), "parts of unfinished work (tile)", error=WsiFlError)
     assert tile_slides(study, site="C1", overrides=SETTINGS, part=Part(2, 2))["sites"][0]["done"] == 6

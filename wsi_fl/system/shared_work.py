@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 _BEAT_S, _SILENT_S = 10.0, 120.0
 """Seconds between heartbeats, and without one until a process counts as dead. A network file system may show a write of
 another machine a minute late."""
-_CACHE_S = 1.0
+_RETRY_S, _CACHE_S = 0.2, 1.0
 _DONE, _KEPT = "done", "kept"
 _MISSING_ERRORS = (errno.ENOENT, errno.ESTALE)
 """Errors for a file or folder that another process removed."""
@@ -154,6 +154,16 @@ class SharedWork:
             temporary.write_text(json.dumps([self.group, document]))
             temporary.replace(self.path / phase / f"{item}.{_DONE}")
         self._claims.pop((phase, item), None)
+
+    @contextmanager
+    def hold_item(self, phase: str, item: str) -> Iterator[None]:
+        """Claim an item when it is free, and free it again: one process after the other does what is in the block."""
+        while not self.claim_item(phase, item):
+            time.sleep(_RETRY_S)
+        try:
+            yield
+        finally:
+            self._claims.pop((phase, item)).unlink(missing_ok=True)
 
     def release_claims(self) -> None:
         """Let others do the claimed items that have no outcome."""
