@@ -296,7 +296,7 @@ def _write_slide_table(folder: Path, shared: SharedWork) -> Path | None:
     return folder / _ALL_SLIDES
 
 
-def _build_table(scores: Sequence[Json]) -> list[list[object]]:
+def _build_table(scores: Sequence[dict[str, Any]]) -> list[list[object]]:
     """Return headings and a row per slide; without the scores by class."""
     for score in scores:
         score.pop("classes", None)
