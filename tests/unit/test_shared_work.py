@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from conftest import refused
@@ -94,6 +95,35 @@ def test_items_of_another_machine_are_free_when_its_heartbeat_is_old_by_the_disk
             there.record_outcome("p", "x", "late")  # it lives, and did the item too
             here.record_outcome("p", "x", "again")
             assert there.read_outcome("p", "x")[1] == "again"
+
+
+def test_files_that_a_power_loss_emptied_and_strays_block_nothing(tmp_path):
+    killed_after(tmp_path, "[(work.claim_item('p', x), work.record_outcome('p', x, x)) for x in 'xyz']")
+    (path,) = (tmp_path / JOBS_FOLDER).iterdir()
+    (path / "p" / "x.done").write_bytes(b"")
+    (path / "p" / "y.done").write_bytes(b"\0\xff")
+    (path.parent / ".DS_Store").touch()
+    with join(tmp_path) as work:
+        assert work.path == path and work.list_items("p")[0] == {"z"}
+        assert work.claim_item("p", "x") and work.claim_item("p", "y")
+    (path / "work.json").write_bytes(b"\0\xff")
+    with join(tmp_path) as work:
+        assert work.path != path and work.list_items("p") == (set(), set())
+        work.finish_work()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_outcome_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    steps, real_sync, real_replace, real_rename = [], os.fsync, Path.replace, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda *a: (steps.append("sync"), real_sync(*a)))
+    monkeypatch.setattr(Path, "replace", lambda *a: (steps.append("rename"), real_replace(*a)))
+    monkeypatch.setattr(Path, "rename", lambda *a: (steps.append("rename"), real_rename(*a)))
+    with join(tmp_path) as work:
+        assert steps.index("sync") < steps.index("rename")
+        work.claim_item("p", "x")
+        steps.clear()
+        work.record_outcome("p", "x", 1)
+    assert steps[:2] == ["sync", "rename"]
 
 
 def test_of_many_who_find_a_dead_owner_one_takes_its_item(tmp_path):

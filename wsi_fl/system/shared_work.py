@@ -39,7 +39,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from wsi_fl.system.files import JOBS_FOLDER, move_file, raise_if_full, remove_leftovers
+from wsi_fl.system.files import JOBS_FOLDER, move_file, raise_if_full, remove_leftovers, write_text
 from wsi_fl.system.machine import ProcessIdentity, identify_process, is_running
 from wsi_fl.types import WsiFlError
 
@@ -48,7 +48,7 @@ _BEAT_S, _SILENT_S = 10.0, 120.0
 """Seconds between heartbeats, and without one until a process counts as dead. A network file system may show a write of
 another machine a minute late."""
 _RETRY_S, _CACHE_S = 0.2, 1.0
-_DONE, _KEPT = "done", "kept"
+_DONE, _KEEP_MARK = "done", "kept"
 _MISSING_ERRORS = (errno.ENOENT, errno.ESTALE)
 """Errors for a file or folder that another process removed."""
 
@@ -152,7 +152,7 @@ class SharedWork:
         temporary = self._staging / f"outcome.{_DONE}"
         with self._require_work():
             temporary.write_text(json.dumps([self.group, document]))
-            temporary.replace(self.path / phase / f"{item}.{_DONE}")
+            move_file(temporary, self.path / phase / f"{item}.{_DONE}")
         self._claims.pop((phase, item), None)
 
     @contextmanager
@@ -307,7 +307,7 @@ class SharedWork:
     @property
     def is_kept(self) -> bool:
         """Whether other work must not replace this one before it is finished."""
-        return (self.path / _KEPT).exists() and self.read_key() != NO_KEY
+        return (self.path / _KEEP_MARK).exists() and self.read_key() != NO_KEY
 
     def finish_work(self) -> None:
         """Mark the work as finished; the last process to leave removes it."""
@@ -317,7 +317,7 @@ class SharedWork:
     def keep_unfinished(self) -> None:
         """Let no other work replace this one before it is finished."""
         with self._require_work():
-            (self.path / _KEPT).touch()
+            (self.path / _KEEP_MARK).touch()
 
     def start_beating(self) -> bool:
         """Write the first heartbeat, from which on this process counts; return False for finished work.
@@ -329,8 +329,18 @@ class SharedWork:
         if self.is_finished:
             return False
         self.is_resumed = all(worker.group == self.group for worker in self.list_workers())
+        if self.is_resumed:
+            self._drop_damaged_outcomes()
         threading.Thread(target=self._beat_regularly, daemon=True).start()
         return True
+
+    def _drop_damaged_outcomes(self) -> None:
+        """Let items be done again whose outcomes were lost with a machine's power. Requires that nobody is at work."""
+        for path in self.path.glob(f"*/*.{_DONE}"):
+            try:
+                json.loads(content[0] if (content := _read_file(path)) else "0")
+            except ValueError:
+                path.unlink(missing_ok=True)
 
     def leave_work(self) -> None:
         """Release the claims and end the heartbeat; remove work that is finished and that nobody else is at."""
@@ -397,7 +407,7 @@ def _require_missing(error: OSError) -> None:
 def _read_file(path: Path) -> tuple[str, float] | None:
     """Return a file's text and the time of its last write; None where it is gone."""
     try:
-        with path.open() as file:  # opening asks a network disk for the present state
+        with path.open(errors="replace") as file:  # opening asks a network disk for the present state
             return file.read(), os.fstat(file.fileno()).st_mtime
     except OSError as error:
         _require_missing(error)
@@ -407,7 +417,7 @@ def _read_file(path: Path) -> tuple[str, float] | None:
 def find_work(folder: Path, group: str) -> SharedWork | None:
     """Return the present work on a folder; None where there is none."""
     try:
-        for path in (folder / JOBS_FOLDER).iterdir():
+        for path in filter(Path.is_dir, (folder / JOBS_FOLDER).iterdir()):
             work = SharedWork(path, group)
             work._staging.mkdir()
             return work
@@ -424,12 +434,14 @@ def create_work(folder: Path, key: WorkKey) -> OSError | None:
         remove_leftovers(folder)
         for name in ("jobs", "staging"):
             (prepared / path.name / name).mkdir(parents=True)
-        (prepared / path.name / "work.json").write_text(json.dumps(key))
+        write_text(prepared / path.name / "work.json", json.dumps(key))
         for other in folder.glob(f"{JOBS_FOLDER}.*"):  # begun or ended by a process that was killed
             if prepared.stat().st_mtime - other.stat().st_mtime > _SILENT_S:
                 shutil.rmtree(other, ignore_errors=True)
-        with suppress(OSError):
-            path.parent.rmdir()  # left empty by a killed process
+        with suppress(OSError):  # left by a killed process, or a stray such as .DS_Store
+            for stray in path.parent.iterdir():
+                stray.unlink()  # fails for a folder, which is another process's new work
+            path.parent.rmdir()
         prepared.rename(path.parent)  # fails where there is one, with an error by file system
     except OSError as error:
         shutil.rmtree(prepared, ignore_errors=True)
