@@ -23,7 +23,8 @@ from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.runtime.rank_job import Part
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import JOBS_FOLDER
-from wsi_fl.system.shared_work import WorkEnded, WorkKey, join_work
+from wsi_fl.system.join_work import join_work
+from wsi_fl.system.shared_work import WorkEnded, WorkKey
 from wsi_fl.types import WsiFlError
 
 COMMAND = [sys.executable, "-m", "wsi_fl", "tile", "--site", "C1", "--json", *flags(SETTINGS)]
@@ -142,7 +143,7 @@ def test_who_was_taken_for_dead_deletes_no_shards_of_others(study, monkeypatch):
     folder = study.root / "stores" / "C1"
 
     def end_work(*arguments):
-        shutil.rmtree(folder / JOBS_FOLDER)
+        shutil.rmtree(folder / JOBS_FOLDER, ignore_errors=True)
         return real(*arguments)
 
     monkeypatch.setattr(tile, "list_strays", end_work)
@@ -240,3 +241,16 @@ def test_a_store_that_cannot_be_closed_is_one_line_for_all_jobs_and_begins_anew(
     refused(rest, "run the command again", error=WsiFlError)
     assert tile_slides(study, site="C1", overrides=SETTINGS)["sites"][0]["closed"]
     assert files_of(study) == calm[0]
+
+
+def test_parts_are_kept_until_the_last_is_done(study, settings):
+    """Another command and other settings between them are refused, and no outcome is lost."""
+    tile_slides(study, site="C1", overrides=SETTINGS, part=Part(1, 2))
+    others = (
+        partial(make_mosaics, overrides=settings),
+        partial(tile_slides, overrides=[*SETTINGS, "tile.min_tissue=0.3"]),
+    )
+    for other in others:
+        refused(partial(other, study, site="C1", part=Part(1, 2)), "parts of unfinished work (tile)", error=WsiFlError)
+    assert tile_slides(study, site="C1", overrides=SETTINGS, part=Part(2, 2))["sites"][0]["done"] == 6
+    assert not (study.root / "stores" / "C1" / JOBS_FOLDER).exists()

@@ -28,7 +28,7 @@ from wsi_fl.stages.training import launch
 from wsi_fl.stores.patch_shards import read_shard_content
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.system.site_lock import site_lock
+from wsi_fl.system.join_work import site_lock
 from wsi_fl.types import WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]

@@ -3,7 +3,7 @@
 import json
 import shutil
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from wsi_fl.slides.patching.grid import grid_positions
 from wsi_fl.slides.pictures import heatmap
 from wsi_fl.slides.pictures.heatmap import PatchPredictions, find_leading_class, patch_boxes, score_class, write_geojson
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.evaluation import predict as stage
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.export_model import export_model
 from wsi_fl.stages.evaluation.predict import choose_colors, predict, write_patch_table
@@ -279,6 +280,27 @@ def test_jobs_share_the_slides_that_they_have_in_common(predicted, trained, tmp_
         assert document["missing"] == 0
     assert len(csv_rows(tmp_path / "out" / "slides.csv")) == len(slides)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*(s.stem for s in slides), "slides.csv"]
+
+
+def test_the_table_keeps_rows_that_another_job_adds_while_it_is_written(trained, tmp_path, monkeypatch):
+    """The other predicts its slide between the reading of the rows and their writing."""
+    study, run, slides = trained
+    out, real, others = tmp_path / "out", stage.write_csv, []
+
+    def predict_slide(path):
+        return predict(study, run, site="C1", slides=[path], out=out)
+
+    def write_late(path, rows):
+        monkeypatch.setattr(stage, "write_csv", real)
+        others.append(threads.submit(predict_slide, slides[1]))
+        wait(others, timeout=1.5)
+        real(path, rows)
+
+    monkeypatch.setattr(stage, "write_csv", write_late)
+    with ThreadPoolExecutor(1) as threads:
+        predict_slide(slides[0])
+        others[0].result()
+    assert [row["slide"] for row in csv_rows(out / "slides.csv")] == sorted(path.stem for path in slides[:2])
 
 
 def test_a_part_predicts_its_slides_and_leaves_the_others(trained, tmp_path, wsi_fl):

@@ -7,9 +7,11 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from conftest import refused
@@ -17,8 +19,8 @@ from conftest import refused
 from wsi_fl.stages.runtime.rank_job import parse_part
 from wsi_fl.system import files, shared_work
 from wsi_fl.system.files import JOBS_FOLDER, write_bytes
-from wsi_fl.system.shared_work import WorkEnded, WorkKey, join_work
-from wsi_fl.system.site_lock import site_lock
+from wsi_fl.system.join_work import join_work, site_lock
+from wsi_fl.system.shared_work import WorkEnded, WorkKey
 from wsi_fl.types import WsiFlError
 
 KEY, OTHER_KEY = WorkKey("tile", "a"), WorkKey("tile", "b")
@@ -49,7 +51,8 @@ def killed_after(folder, action):
     code = f"""
 import os, signal, sys
 from pathlib import Path
-from wsi_fl.system.shared_work import WorkKey, join_work
+from wsi_fl.system.join_work import join_work
+from wsi_fl.system.shared_work import WorkKey
 with join_work(Path(sys.argv[1]), WorkKey("tile", "a"), "site C1") as work:
     {action}
     os.kill(os.getpid(), signal.SIGKILL)
@@ -92,6 +95,35 @@ def test_items_of_another_machine_are_free_when_its_heartbeat_is_old_by_the_disk
             there.record_outcome("p", "x", "late")  # it lives, and did the item too
             here.record_outcome("p", "x", "again")
             assert there.read_outcome("p", "x")[1] == "again"
+
+
+def test_files_that_a_power_loss_emptied_and_strays_block_nothing(tmp_path):
+    killed_after(tmp_path, "[(work.claim_item('p', x), work.record_outcome('p', x, x)) for x in 'xyz']")
+    (path,) = (tmp_path / JOBS_FOLDER).iterdir()
+    (path / "p" / "x.done").write_bytes(b"")
+    (path / "p" / "y.done").write_bytes(b"\0\xff")
+    (path.parent / ".DS_Store").touch()
+    with join(tmp_path) as work:
+        assert work.path == path and work.list_items("p")[0] == {"z"}
+        assert work.claim_item("p", "x") and work.claim_item("p", "y")
+    (path / "work.json").write_bytes(b"\0\xff")
+    with join(tmp_path) as work:
+        assert work.path != path and work.list_items("p") == (set(), set())
+        work.finish_work()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_outcome_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    steps, real_sync, real_replace, real_rename = [], os.fsync, Path.replace, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda *a: (steps.append("sync"), real_sync(*a)))
+    monkeypatch.setattr(Path, "replace", lambda *a: (steps.append("rename"), real_replace(*a)))
+    monkeypatch.setattr(Path, "rename", lambda *a: (steps.append("rename"), real_rename(*a)))
+    with join(tmp_path) as work:
+        assert steps.index("sync") < steps.index("rename")
+        work.claim_item("p", "x")
+        steps.clear()
+        work.record_outcome("p", "x", 1)
+    assert steps[:2] == ["sync", "rename"]
 
 
 def test_of_many_who_find_a_dead_owner_one_takes_its_item(tmp_path):
@@ -162,7 +194,7 @@ def test_finished_work_does_not_wait_for_a_stopped_process(tmp_path, monkeypatch
     with join(tmp_path) as stopped:
         stopped.finish_work()
         edit_heartbeats(tmp_path, machine=None, seconds_ago=2 * shared_work._SILENT_S)
-        monkeypatch.setattr(shared_work.time, "sleep", fail)
+        monkeypatch.setattr(time, "sleep", fail)
         with join(tmp_path) as work:
             assert work.path != stopped.path and work.claim_item("p", "x")
 
@@ -197,6 +229,21 @@ def test_finished_work_is_removed_by_the_last_and_unfinished_work_is_kept_for_it
     (path / "work.json").unlink()  # by whatever: no work can be told from it
     with join(tmp_path) as work:
         assert work.path != path
+
+
+def test_work_that_is_kept_is_not_dropped_for_other_work_before_it_is_finished(tmp_path):
+    with join(tmp_path) as work:
+        work.keep_unfinished()
+        folder = work.path.parent
+    words = "site C1:", "finished parts of unfinished work (tile)", f"{folder}", "or delete that folder"
+    for other in (join(tmp_path, OTHER_KEY), site_lock(tmp_path, "C1"), site_lock(tmp_path, "C1", wait=True)):
+        refused(other.__enter__, *words, error=WsiFlError)
+    (folder / work.path.name / "work.json").write_text("")  # nobody can finish it
+    with join(tmp_path, OTHER_KEY) as other:
+        other.keep_unfinished()
+        other.finish_work()
+    with join(tmp_path) as work:
+        assert work.path != other.path
 
 
 def test_other_work_at_the_same_time_is_refused_in_one_line_that_names_the_process(tmp_path):

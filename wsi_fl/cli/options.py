@@ -49,7 +49,8 @@ PartOption = Annotated[
     Option(
         "--part",
         metavar="K/N",
-        help="Do the K-th of N shares of the slides and wait for nobody. By default jobs share what is free.",
+        help="Do the K-th of N shares of the slides and leave the others. tile waits until the tissue of all slides is "
+        "found. By default jobs share what is free.",
     ),
 ]
 Run = Annotated[str, Argument(help="A run: its folder, name or number.")]

@@ -46,8 +46,8 @@ from wsi_fl.stages.training.initial_models import build_model
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
+from wsi_fl.system.join_work import site_lock
 from wsi_fl.system.shared_work import SharedWork
-from wsi_fl.system.site_lock import site_lock
 from wsi_fl.types import UsageError, WsiFlError
 
 

@@ -17,6 +17,7 @@ them appears after the work has ended. Whoever writes in place or deletes gives 
 itself, writes beside others.
 
     FOLDER/.jobs/WORK/work.json        the command and its settings; all who join must agree
+    FOLDER/.jobs/WORK/kept             there is this file where other work must not replace it unfinished
     FOLDER/.jobs/WORK/jobs/JOB         the heartbeat of a process, and who it is
     FOLDER/.jobs/WORK/staging/JOB/     files that it is writing
     FOLDER/.jobs/WORK/PHASE/ITEM.1     the claim of an item; .2 of the next owner, when the first one died
@@ -38,7 +39,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from wsi_fl.system.files import JOBS_FOLDER, move_file, raise_if_full, remove_leftovers
+from wsi_fl.system.files import JOBS_FOLDER, move_file, raise_if_full, remove_leftovers, write_text
 from wsi_fl.system.machine import ProcessIdentity, identify_process, is_running
 from wsi_fl.types import WsiFlError
 
@@ -47,11 +48,9 @@ _BEAT_S, _SILENT_S = 10.0, 120.0
 """Seconds between heartbeats, and without one until a process counts as dead. A network file system may show a write of
 another machine a minute late."""
 _RETRY_S, _CACHE_S = 0.2, 1.0
-_DONE = "done"
+_DONE, _KEEP_MARK = "done", "kept"
 _MISSING_ERRORS = (errno.ENOENT, errno.ESTALE)
 """Errors for a file or folder that another process removed."""
-_MAX_ATTEMPTS = 100
-"""To begin a work while other processes begin and end theirs."""
 
 
 class WorkEnded(WsiFlError):
@@ -86,6 +85,9 @@ class WorkKey(NamedTuple):
     digest: str
 
 
+NO_KEY = WorkKey("", "")
+
+
 class SharedWork:
     """The work on a folder, as one of its processes sees it; made by `join_work`.
 
@@ -111,9 +113,9 @@ class SharedWork:
         """Return the key of the work; one that nobody has where it is damaged."""
         content = _read_file(self.path / "work.json")
         try:
-            return WorkKey(*json.loads(content[0])) if content else WorkKey("", "")
+            return WorkKey(*json.loads(content[0])) if content else NO_KEY
         except (TypeError, ValueError):
-            return WorkKey("", "")
+            return NO_KEY
 
     # items
 
@@ -150,8 +152,18 @@ class SharedWork:
         temporary = self._staging / f"outcome.{_DONE}"
         with self._require_work():
             temporary.write_text(json.dumps([self.group, document]))
-            temporary.replace(self.path / phase / f"{item}.{_DONE}")
+            move_file(temporary, self.path / phase / f"{item}.{_DONE}")
         self._claims.pop((phase, item), None)
+
+    @contextmanager
+    def hold_item(self, phase: str, item: str) -> Iterator[None]:
+        """Claim an item when it is free, and free it again: one process after the other does what is in the block."""
+        while not self.claim_item(phase, item):
+            time.sleep(_RETRY_S)
+        try:
+            yield
+        finally:
+            self._claims.pop((phase, item)).unlink(missing_ok=True)
 
     def release_claims(self) -> None:
         """Let others do the claimed items that have no outcome."""
@@ -291,10 +303,20 @@ class SharedWork:
     def is_finished(self) -> bool:
         return (self.path / "finished").exists()
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether other work must not replace this one before it is finished."""
+        return (self.path / _KEEP_MARK).exists() and self.read_key() != NO_KEY
+
     def finish_work(self) -> None:
         """Mark the work as finished; the last process to leave removes it."""
         with self._require_work():
             (self.path / "finished").touch()
+
+    def keep_unfinished(self) -> None:
+        """Let no other work replace this one before it is finished."""
+        with self._require_work():
+            (self.path / _KEEP_MARK).touch()
 
     def start_beating(self) -> bool:
         """Write the first heartbeat, from which on this process counts; return False for finished work.
@@ -306,8 +328,18 @@ class SharedWork:
         if self.is_finished:
             return False
         self.is_resumed = all(worker.group == self.group for worker in self.list_workers())
+        if self.is_resumed:
+            self._drop_damaged_outcomes()
         threading.Thread(target=self._beat_regularly, daemon=True).start()
         return True
+
+    def _drop_damaged_outcomes(self) -> None:
+        """Let items be done again whose outcomes were lost with a machine's power. Requires that nobody is at work."""
+        for path in self.path.glob(f"*/*.{_DONE}"):
+            try:
+                json.loads(content[0] if (content := _read_file(path)) else "0")
+            except ValueError:
+                path.unlink(missing_ok=True)
 
     def leave_work(self) -> None:
         """Release the claims and end the heartbeat; remove work that is finished and that nobody else is at."""
@@ -374,17 +406,17 @@ def _require_missing(error: OSError) -> None:
 def _read_file(path: Path) -> tuple[str, float] | None:
     """Return a file's text and the time of its last write; None where it is gone."""
     try:
-        with path.open() as file:  # opening asks a network disk for the present state
+        with path.open(errors="replace") as file:  # opening asks a network disk for the present state
             return file.read(), os.fstat(file.fileno()).st_mtime
     except OSError as error:
         _require_missing(error)
     return None
 
 
-def _find_work(folder: Path, group: str) -> SharedWork | None:
+def find_work(folder: Path, group: str) -> SharedWork | None:
     """Return the present work on a folder; None where there is none."""
     try:
-        for path in (folder / JOBS_FOLDER).iterdir():
+        for path in filter(Path.is_dir, (folder / JOBS_FOLDER).iterdir()):
             work = SharedWork(path, group)
             work._staging.mkdir()
             return work
@@ -393,7 +425,7 @@ def _find_work(folder: Path, group: str) -> SharedWork | None:
     return None
 
 
-def _create_work(folder: Path, key: WorkKey) -> OSError | None:
+def create_work(folder: Path, key: WorkKey) -> OSError | None:
     """Begin a work on a folder; return an error where another process was faster, or the folder cannot be written."""
     path = folder / JOBS_FOLDER / secrets.token_hex(6)
     prepared = _temporary_folder(path)
@@ -401,61 +433,17 @@ def _create_work(folder: Path, key: WorkKey) -> OSError | None:
         remove_leftovers(folder)
         for name in ("jobs", "staging"):
             (prepared / path.name / name).mkdir(parents=True)
-        (prepared / path.name / "work.json").write_text(json.dumps(key))
+        write_text(prepared / path.name / "work.json", json.dumps(key))
         for other in folder.glob(f"{JOBS_FOLDER}.*"):  # begun or ended by a process that was killed
             if prepared.stat().st_mtime - other.stat().st_mtime > _SILENT_S:
                 shutil.rmtree(other, ignore_errors=True)
-        with suppress(OSError):
-            path.parent.rmdir()  # left empty by a killed process
+        with suppress(OSError):  # left by a killed process, or a stray such as .DS_Store
+            for stray in path.parent.iterdir():
+                stray.unlink()  # fails for a folder, which is another process's new work
+            path.parent.rmdir()
         prepared.rename(path.parent)  # fails where there is one, with an error by file system
     except OSError as error:
         shutil.rmtree(prepared, ignore_errors=True)
         raise_if_full(error, folder)
         return error
     return None
-
-
-@contextmanager
-def join_work(folder: Path, key: WorkKey, label: str, *, group: str = "", wait: bool = False) -> Iterator[SharedWork]:
-    """Take part in the work on a folder, which begins with its first process.
-
-    Unfinished work with the same key is continued, whoever began it. Other work that nobody is at is dropped.
-
-    Args:
-        label: of the folder, in messages.
-        group: the command of this process, equal for its MPI ranks. Default: its own.
-        wait: wait until other work has ended.
-
-    Raises:
-        WsiFlError: when other work is being done there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    errors: list[OSError] = []
-    while True:
-        work = _find_work(folder, group or secrets.token_hex(6))
-        if work is None:
-            if error := _create_work(folder, key):
-                errors.append(error)
-            if len(errors) > _MAX_ATTEMPTS:
-                raise errors[-1]
-            continue
-        with suppress(WorkEnded):
-            work_key, workers = work.read_key(), work.list_workers()
-            if work_key == key and work.start_beating():
-                break
-            is_busy = bool(workers) and not wait and not work.is_finished
-            work.is_complete = not workers
-            work.leave_work()
-            if is_busy:
-                raise WsiFlError(_describe_busy(folder, label, workers[0], work_key.command == key.command != ""))
-            if workers:
-                time.sleep(_RETRY_S)
-    try:
-        yield work
-    finally:
-        work.leave_work()
-
-
-def _describe_busy(folder: Path, label: str, worker: Worker, is_same_command: bool) -> str:
-    settings = " with other settings, slides or version" if is_same_command else ""
-    return f"{label}: another wsi-fl command is writing {folder}{settings} ({worker}); wait for it"

@@ -88,9 +88,9 @@ def predict(
 
     with join_slide_work(job, folder, site, "predict", _list_settings(predictor)) as work:
         outcomes = _share_slides(predictor, records, folder, work, progress)
+        table = job.run_on_first(lambda: _write_slide_table(folder, work.shared))
     if not job.is_first:
         return {}
-    table = _write_slide_table(folder)
     return {
         "run": study.relative_path(predictor.run.path),
         "site": site,
@@ -282,20 +282,29 @@ def write_patch_table(
         table.to_csv(temporary, index=False, lineterminator="\n")  # with all digits, for thresholds between them
 
 
-def _write_slide_table(folder: Path) -> Path | None:
-    """Write slides.csv, a row for every slide of a folder from its score.json; return its path, None without slides."""
-    paths = sorted(folder.glob(f"*/{_SCORE}"))
-    scores = [read_object(path, "predict the slide again") for path in paths]
-    if not scores:
-        return None
+def _write_slide_table(folder: Path, shared: SharedWork) -> Path | None:
+    """Write slides.csv, a row for every slide of a folder from its score.json; return its path, None without slides.
+
+    Jobs do it one after the other, so none overwrites rows of another.
+    """
+    with shared.hold_item("table", "slides"):
+        scores = [read_object(path, "predict the slide again") for path in sorted(folder.glob(f"*/{_SCORE}"))]
+        if not scores:
+            return None
+        with shared.stage_file(folder / _ALL_SLIDES) as staged:
+            write_csv(staged, _build_table(scores))
+    return folder / _ALL_SLIDES
+
+
+def _build_table(scores: Sequence[dict[str, Any]]) -> list[list[object]]:
+    """Return headings and a row per slide; without the scores by class."""
     for score in scores:
         score.pop("classes", None)
         if "score" in score:  # the class of the score, which is no prediction for the slide
             score["score_of"] = score.pop("class", None)
     rows = [dict(_flatten_cells(score)) for score in scores]
     headings = list(dict.fromkeys(chain(("slide",), *rows)))
-    write_csv(folder / _ALL_SLIDES, [headings, *([row.get(name) for name in headings] for row in rows)])
-    return folder / _ALL_SLIDES
+    return [[*headings], *([row.get(name) for name in headings] for row in rows)]
 
 
 def _flatten_cells(score: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:

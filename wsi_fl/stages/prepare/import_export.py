@@ -32,7 +32,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.file_names import slide_of
-from wsi_fl.system.site_lock import site_lock
+from wsi_fl.system.join_work import site_lock
 from wsi_fl.types import ExcludedSlide, GridSpec, SlideRecord, UsageError, WsiFlError, encoder_label
 
 _MAX_MPP_RATIO = 1.5

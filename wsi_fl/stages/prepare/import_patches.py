@@ -16,7 +16,7 @@ from wsi_fl.stages.prepare.slide_lists import Scope, select_sites
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stores.images import ImageDataSet, ImageSet, read_data_set
 from wsi_fl.study.folder import Study
-from wsi_fl.system.site_lock import site_lock
+from wsi_fl.system.join_work import site_lock
 from wsi_fl.types import UsageError
 
 

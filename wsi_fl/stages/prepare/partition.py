@@ -22,8 +22,8 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import MAX_SEED, dump_toml, validate_model
 from wsi_fl.system.files import read_sealed, remove_abandoned, write_sealed, write_text
+from wsi_fl.system.join_work import WORK_NAMES, site_lock
 from wsi_fl.system.shared_work import SharedWork
-from wsi_fl.system.site_lock import WORK_NAMES, site_lock
 from wsi_fl.types import GridSpec, PatchTable, UsageError
 
 _BATCH_ROWS = 256

@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 
 from wsi_fl import __version__
 from wsi_fl.stages.runtime.rank_job import RankJob
-from wsi_fl.system.shared_work import SharedWork, WorkKey, join_work
+from wsi_fl.system.join_work import join_work
+from wsi_fl.system.shared_work import SharedWork, WorkKey
 from wsi_fl.types import DiskFull, WsiFlError
 
 _T = TypeVar("_T")
@@ -104,13 +105,15 @@ class SlideWork:
             items: name → item.
             work: yields the outcome (JSON) of each item that it draws, in order.
             watch: called with the number of done items, those of others included, of all, and a note.
-            in_parts: whether a job with a part does that alone, and waits for nobody.
+            in_parts: whether a job with a part does that alone, without waiting for others.
 
         Returns:
             name → outcome of the done items, in the order of `items`.
         """
         part = self.job.part if in_parts else None
         names = list(items) if part is None else part.select_items(list(items))
+        if part is not None:
+            self.shared.keep_unfinished()  # until the last part, whatever is started in between
         todo = _Phase(self.shared, phase, {name: items[name] for name in names})
         self.job.run_on_ranks(lambda: self._work_until_done(todo, work, watch, waits=part is None))
         # ranks look one after the other: an item is missing for all if it is for one

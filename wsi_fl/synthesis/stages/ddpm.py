@@ -53,7 +53,7 @@ from wsi_fl.synthesis.stages.generator_types import (
 )
 from wsi_fl.synthesis.stages.synthetic_stores import synthetic_meta, transpose_images, write_synthetic
 from wsi_fl.synthesis.training_state import balance_labels
-from wsi_fl.system.site_lock import site_lock
+from wsi_fl.system.join_work import site_lock
 from wsi_fl.types import UsageError
 
 _PREVIEW_STEPS = 25

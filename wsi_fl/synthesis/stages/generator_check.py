@@ -47,7 +47,7 @@ from wsi_fl.synthesis.stages.generator_types import (
 )
 from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
 from wsi_fl.system.files import write_bytes, write_sealed, write_text
-from wsi_fl.system.site_lock import site_lock
+from wsi_fl.system.join_work import site_lock
 from wsi_fl.types import UsageError, WsiFlError
 
 _PAGE_IMAGES = 9

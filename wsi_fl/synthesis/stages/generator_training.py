@@ -21,8 +21,8 @@ from wsi_fl.synthesis.stages.generator_types import GeneratorTrainer, GeneratorT
 from wsi_fl.synthesis.stages.synthetic_stores import transpose_images
 from wsi_fl.synthesis.training_state import balance_labels
 from wsi_fl.system.files import write_bytes
+from wsi_fl.system.join_work import WORK_NAMES, site_lock
 from wsi_fl.system.shared_work import SharedWork
-from wsi_fl.system.site_lock import WORK_NAMES, site_lock
 from wsi_fl.types import UsageError, WsiFlError
 
 _LOG_EVERY = 20

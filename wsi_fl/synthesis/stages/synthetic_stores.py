@@ -28,7 +28,7 @@ from wsi_fl.synthesis.keys import Synthesis
 from wsi_fl.synthesis.stages.generator_types import GeneratorType, describe_outcome, load_kind
 from wsi_fl.synthesis.training_state import balance_labels
 from wsi_fl.system.files import write_text
-from wsi_fl.system.site_lock import site_lock
+from wsi_fl.system.join_work import site_lock
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
 
 _SLIDE = "synthetic"
