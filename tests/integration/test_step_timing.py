@@ -81,7 +81,10 @@ def test_an_estimate_from_a_part_of_a_batch_says_so(pair, taken, monkeypatch):
     assert cost["memory_bytes"] >= peak  # and what the other site's models need in a step
 
 
-def test_a_dry_run_reads_the_patches_of_its_steps_alone(tmp_path, taken, monkeypatch):
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_dry_run_reads_the_patches_of_its_steps_alone_and_once_where_training_keeps_them(
+    tmp_path, taken, monkeypatch, is_kept
+):
     study, n_read, read = make_study(tmp_path / "study", 2), [], PatchStore.read
 
     def count_and_read(self, rows):
@@ -89,9 +92,13 @@ def test_a_dry_run_reads_the_patches_of_its_steps_alone(tmp_path, taken, monkeyp
         return read(self, rows)
 
     monkeypatch.setattr(PatchStore, "read", count_and_read)
+    if not is_kept:
+        monkeypatch.setattr(step_timing, "IN_MEMORY_BYTES", 0)
     dry_run(study, method="regular", backend="local")
-    n_sizes = 2 * 3 * 2  # a patch tells the size of those of a split
-    assert sum(n_read) <= sum(n for _, n in taken) + n_sizes < 2 * 60
+    n_sizes = 2 * 3 * 2 + 2  # a patch tells the size of those of a split
+    n_steps = [n for _, n in taken]
+    assert sum(n_read) <= (max(n_steps) if is_kept else sum(n_steps)) + n_sizes < 2 * 60
+    assert is_kept or sum(n_read) >= sum(n_steps)
 
 
 def test_a_dry_run_counts_the_memory_of_all_examples_where_they_fit(tmp_path, monkeypatch):

@@ -153,7 +153,7 @@ def _compare_vectors(documents: Sequence[Mapping[str, Any]]) -> tuple[list[str],
     for sites in by_spec.values():
         vectors = {site: documents[site]["golden"] for site in sites}
         groups: list[list[int]] = []
-        # sites with the most patches first, as those with few are alike to any
+        # sites with the most patches first, as few sites can be compared with one of few
         for site in sorted(sites, key=lambda site: (vectors[site].count(None) - len(vectors[site]), names[site])):
             distances = [golden_distance(vectors[site], vectors[group[0]]) for group in groups]
             same = next((k for k, distance in enumerate(distances) if distance <= MAX_GOLDEN_DISTANCE), len(groups))

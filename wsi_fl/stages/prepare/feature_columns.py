@@ -41,7 +41,7 @@ def read_columns(path: Path, *, needs_labels: bool = True) -> FeatureColumns:
 
 
 def names_slides(path: Path) -> bool:
-    """Return whether an `.npz` that `read_columns` has read has more columns than that of patients that name them."""
+    """Return whether an `.npz` names slides, cases or patients in arrays that `read_columns` does not read."""
     if path.suffix != ".npz":
         return False
     with np.load(path, allow_pickle=False) as loaded:

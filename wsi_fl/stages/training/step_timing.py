@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wsi_fl.data.batches import load_batches
+from wsi_fl.data.cohort import IN_MEMORY_BYTES
 from wsi_fl.federation.site_state import Site
 from wsi_fl.learning.ensemble import LOCAL
 from wsi_fl.learning.local_training import take_supervised_step
@@ -63,6 +64,7 @@ def time_steps(sites: Sequence[Site], context: RunContext, watcher: Watcher) -> 
     times: dict[str, StepTime] = {}
     for number, members in enumerate(groups.values()):
         steps = _SiteSteps(members[0], context)
+        steps.load_examples()
 
         def take_step(n_units: int, steps: _SiteSteps = steps, number: int = number) -> None:
             part = "a step" if n_units == steps.n_units else f"{n_units} of {steps.n_units} units of a step"
@@ -140,15 +142,21 @@ class _SiteSteps:
         self.site, self._context, self._stream = site, context, CipherStream.from_entropy()
         self._units = np.unique(site.units.of_row)[: batch_size_of(site, context)]
         self.n_units = len(self._units)
-        self.n_rows = len(site.units.draw_rows(self._units, self._stream))
+        self._rows = site.units.draw_rows(self._units, self._stream)
+        self.n_rows, self._examples = len(self._rows), site.training_examples()[self._rows]
+
+    def load_examples(self) -> None:
+        """Read the rows of all steps now, where training keeps those of the whole site in memory."""
+        if self.site.train.count_bytes() <= IN_MEMORY_BYTES and self._examples.show is None:
+            self._examples = self._examples.load_inputs()
 
     def take_step(self, n_units: int) -> None:
         """Take a step of all models on so many units."""
         site, stream, recipe = self.site, self._stream, build_recipe(self._context)
-        rows = [site.units.draw_rows(self._units[:n_units], stream)]
+        positions = np.flatnonzero(np.isin(site.units.of_row[self._rows], self._units[:n_units]))
         augment = recipe.make_augment(stream)
-        batches = load_batches(site.training_examples(), iter(rows), augment=augment, device=site.device, draws=stream)
-        for batch in site.units.attach_units(batches, rows, site.device):
+        batches = load_batches(self._examples, iter([positions]), augment=augment, device=site.device, draws=stream)
+        for batch in site.units.attach_units(batches, [self._rows[positions]], site.device):
             self._context.method.step(site.learners, batch, recipe.weights, stream)
             if local_learner := site.learners.get(LOCAL):
                 take_supervised_step(local_learner, batch, stream)
