@@ -166,7 +166,8 @@ def test_pytorch_for_processors_is_taken_without_a_gpu_where_its_index_answers(
 ):
     copy_project(tmp_path)
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
+    for name in ("python", "pip"):
+        (tmp_path / ".venv/bin" / name).symlink_to(sys.executable)
     version = "{}.{}".format(*sys.version_info)
     (tmp_path / f".venv/lib/python{version}").mkdir(parents=True)
     if has_gpu:

@@ -319,7 +319,7 @@ def _build_all_stores(
 
 def render_feature_lines(document: BagsDocument) -> Lines:
     """Yield a table with a row per site, speeds, and the next command."""
-    yield from slide_lists.render_part_lines(document["parts"], "features")
+    yield from slide_lists.render_part_lines(document.get("parts", ()), "features")
     if not document["sites"]:
         return
     headings = ("slides", "patches", "train", "test")

@@ -316,7 +316,7 @@ _FEW_TEST_PATIENTS = 5
 
 def render_tile_lines(document: _TileDocument) -> Lines:
     """Yield the table of the paper (Table 1), labels × train and test × sites, excluded slides, next commands."""
-    yield from slide_lists.render_part_lines(document["parts"], "tile")
+    yield from slide_lists.render_part_lines(document.get("parts", ()), "tile")
     if not (rows := document["sites"]):
         return
     lines: list[list[Any] | None] = []
