@@ -78,8 +78,9 @@ def _describe_busy(folder: Path, label: str, worker: Worker, is_same_command: bo
 def site_lock(folder: Path, site: str, *, wait: bool = False) -> Iterator[SharedWork]:
     """Work on a site's folder alone, without leftovers of a killed command in it.
 
-    Where the file system has locks, nobody else works there before this process has ended. Elsewhere it counts as
-    dead after two minutes without a heartbeat, and must call `SharedWork.require_presence` before it writes in place.
+    Where the file system has locks, nobody else works there alone before this process has ended. For jobs that share
+    slides, and on other file systems, it counts as dead after two minutes without a heartbeat: it must call
+    `SharedWork.require_presence` before it writes in place.
 
     With `wait` another command is waited for, else it is a WsiFlError.
     """

@@ -99,13 +99,15 @@ def _run_training(
     start_time = time.monotonic()
     while state.iteration < total:
         losses.append(trainer.step())
-        work.require_presence()
         iteration = state.iteration
         if not all(isfinite(value) for value in losses[-1].values() if value is not None):
             raise WsiFlError(
                 f"site {site}: training diverged at iteration {iteration}; {kind.remedy}, and train --again"
             )
         phase = next(name for name, end in phase_ends.items() if iteration <= end)
+        is_checkpoint = iteration % trainer.checkpoint_every == 0 or iteration == phase_ends[phase]
+        if iteration % _LOG_EVERY == 0 or is_checkpoint:
+            work.require_presence()
         if iteration % _LOG_EVERY == 0 or iteration == total:
             seconds = time.monotonic() - start_time
             folder.log_metrics({"iteration": iteration, **trainer.summarize_losses(phase, losses), "seconds": seconds})
@@ -113,7 +115,7 @@ def _run_training(
         watcher.update(site, iteration, total, _PHASE_NOTES[phase])
         if iteration == phase_ends[phase] and phase != last_phase:
             document = _save_network(trainer, folder, document, phase)
-        if iteration % trainer.checkpoint_every == 0 or iteration == phase_ends[phase]:
+        if is_checkpoint:
             write_bytes(folder.sample_path(iteration), _render_preview(trainer))
             folder.save_state(state)
     document = _save_network(trainer, folder, document, last_phase) | {"finished": True}
