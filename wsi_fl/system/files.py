@@ -198,6 +198,18 @@ def list_strays(folders: Iterable[Path], slides: Collection[str]) -> Iterator[Pa
                 yield path
 
 
+def create_file(path: Path, text: str) -> bool:
+    """Create a file with a text; return False where there is one, for which file systems have different errors."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        if path.exists():
+            return False
+        raise
+    return True
+
+
 def write_text(path: Path, text: str) -> None:
     """Write text atomically."""
     with atomic_path(path) as temporary:

@@ -39,16 +39,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from wsi_fl.system.files import JOBS_FOLDER, move_file, raise_if_full, remove_leftovers, write_text
+from wsi_fl.system.files import JOBS_FOLDER, create_file, move_file, raise_if_full, remove_leftovers, write_text
 from wsi_fl.system.machine import ProcessIdentity, identify_process, is_running
 from wsi_fl.types import WsiFlError
 
 _T = TypeVar("_T")
 _BEAT_S, _SILENT_S = 10.0, 120.0
-"""Seconds between heartbeats, and without one until a process counts as dead. A network file system may show a write of
-another machine a minute late."""
+"""Seconds between heartbeats, and without one until a process is dead; network disks may show one a minute late."""
 _RETRY_S, _CACHE_S = 0.2, 1.0
-_DONE, _KEEP_MARK = "done", "kept"
+_DONE, _KEEP_MARK, _LISTING = "done", "kept", ".listing"
 _MISSING_ERRORS = (errno.ENOENT, errno.ESTALE)
 """Errors for a file or folder that another process removed."""
 
@@ -126,13 +125,10 @@ class SharedWork:
             folder.mkdir(exist_ok=True)
             for number in count(1):
                 claim = folder / f"{item}.{number}"
-                try:
-                    with claim.open("x") as file:
-                        file.write(self._job)
-                except FileExistsError:
-                    if self._is_held(claim) or (folder / f"{item}.{_DONE}").exists():
-                        return False
-                else:
+                is_created = create_file(claim, self._job)
+                if (not is_created and self._is_held(claim)) or (folder / f"{item}.{_DONE}").exists():
+                    return False
+                if is_created:
                     self._claims[phase, item] = claim
                     return True
         raise AssertionError
@@ -227,7 +223,10 @@ class SharedWork:
     def list_workers(self) -> list[Worker]:
         """Return the other processes that may still write here; of finished work the active ones, as all is written."""
         with self._require_work():
-            names = {path.name for path in self._heartbeat.parent.iterdir()} - {self._job}
+            # after a change of its own a network file system lists a folder anew
+            (marker := self._heartbeat.with_name(f"{self._job}{_LISTING}")).touch()
+            names = {path.name for path in self._heartbeat.parent.iterdir() if path.suffix != _LISTING} - {self._job}
+            marker.unlink()
         workers = [self._find_worker(name) for name in sorted(names)]
         is_finished = self.is_finished
         return [worker for worker in workers if worker and (worker.is_active if is_finished else worker.is_present)]
@@ -325,7 +324,9 @@ class SharedWork:
         """
         with self._require_work():
             self._heartbeat.write_text(self._document)
-        if self.is_finished:
+            is_finished = self.is_finished
+            self._heartbeat.stat()  # it is elsewhere if the work was removed meanwhile
+        if is_finished:
             return False
         self.is_resumed = all(worker.group == self.group for worker in self.list_workers())
         if self.is_resumed:
