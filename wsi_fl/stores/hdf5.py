@@ -43,6 +43,7 @@ _PIECE_BYTES = 1 << 20
 def create_hdf5(path: Path, n_bytes: int) -> h5py.File:
     """Create an HDF5 file after reserving its disk space."""
     reserve_space(path, n_bytes + SLIDE_BYTES)
+    path.unlink()  # of a file that it truncates, HDF5 may read the old size from the cache of a network disk
     return h5py.File(path, "w", libver=_LAYOUT, alignment_threshold=_ALIGNED_BYTES, alignment_interval=ALIGNMENT)
 
 

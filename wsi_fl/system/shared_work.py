@@ -7,7 +7,7 @@ claims of a process that ended, or gave no heartbeat for two minutes, are free a
 - `rename` replaces a file as a whole, moves a folder with its content, and fails where the folder is gone;
 - whoever opens a file after it was closed reads what was written.
 
-Local disks do, and so do NFS, SMB, SSHFS, Lustre, GPFS and CephFS. Locks are not needed. Clocks need not agree: a
+Local disks do, and so do NFS, SMB, Lustre, GPFS and CephFS. Locks are not needed. Clocks need not agree: a
 heartbeat is a write to a file, and its age is the difference to a write of the reader on the same file system.
 
 Claims are cooperative. A process that is wrongly taken for dead goes on, and its items are done twice, which costs time
