@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from conftest import refused
 
-from wsi_fl.stages.runtime.rank_job import parse_part
+from wsi_fl.stages.runtime.rank_job import RankJob, parse_part
+from wsi_fl.stages.runtime.slide_work import SlideWork
 from wsi_fl.system import files, shared_work
 from wsi_fl.system.files import JOBS_FOLDER, write_bytes
 from wsi_fl.system.join_work import join_work, site_lock
@@ -337,3 +338,14 @@ def test_parts_are_disjoint_and_together_all(tmp_path):
     assert parse_part(None) is None and str(parse_part("3/64")) == "3/64"
     for text in ("0/4", "5/4", "4", "1/0", "-1/3", "a/b", "1/2/3", ""):
         refused(lambda text=text: parse_part(text), f"--part {text}:", "1/8")
+
+
+def test_outcomes_stay_for_jobs_that_joined_since_unfinished_work_was_taken_up(tmp_path):
+    killed_after(tmp_path, "work.claim_item('p', 'x'), work.record_outcome('p', 'x', 'failed')")
+    with join(tmp_path) as first:
+        work = SlideWork(RankJob(), first, "C1")
+        with join(tmp_path) as second:
+            work.retry_items("p", lambda item, outcome: True)
+            assert second.read_outcome("p", "x")[1] == "failed"
+        work.retry_items("p", lambda item, outcome: True)
+        assert first.claim_item("p", "x")

@@ -90,7 +90,8 @@ class SlideWork:
         """
 
         def forget_outcomes() -> None:
-            if self.shared.is_resumed and self.job.part is None:
+            others = [worker for worker in self.shared.list_workers() if worker.group != self.shared.group]
+            if self.shared.is_resumed and self.job.part is None and not others:  # some may have joined since
                 self.shared.forget_outcomes(phase, is_wrong)
 
         self.job.run_on_first(forget_outcomes)
