@@ -213,23 +213,19 @@ class Cohort:
         if not len(self):
             return 0
         if self.is_bags:
-            return int(self.obs["n_patches"].sum()) * (self._bag_width() - 1) * np.float32().nbytes
+            n_features = int(self.read(np.zeros(0, np.int64)).shape[-1]) - 1  # one column marks padding
+            return int(self.obs["n_patches"].sum()) * n_features * np.float32().nbytes
         return self.read(np.zeros(1, np.int64)).nbytes * len(self)
-
-    def _bag_width(self) -> int:
-        """Return the features of a bag's patch, and one for the mark of padding."""
-        return int(self.read(np.zeros(0, np.int64)).shape[-1])
 
     def load_inputs(self, limit_bytes: int = IN_MEMORY_BYTES) -> Cohort:
         """Return the same examples, read now and kept in memory if they fit in `limit_bytes`; bags with `at_once`."""
-        if not len(self):
-            return self
         fits = self.count_bytes() <= limit_bytes
-        if self.is_bags:
-            at_once = max(1, _MAX_BAG_VALUES // (int(self.obs["n_patches"].max()) * self._bag_width()))
+        if len(self) and self.is_bags:
+            width = self.read(np.zeros(0, np.int64)).shape[-1]
+            at_once = max(1, _MAX_BAG_VALUES // (int(self.obs["n_patches"].max()) * width))
             features = [self._read_features(np.array([k])) for k in range(len(self))] if fits else []
             return replace(self, at_once=at_once, read=partial(_read_bags, features) if fits else self.read)
-        if not fits:
+        if not fits or not len(self):
             return self
         first = self.read(np.zeros(1, np.int64))
         inputs = np.empty((len(self), *first.shape[1:]), first.dtype)
