@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -149,12 +150,22 @@ def test_resuming_is_advised_only_for_a_job_that_started(monkeypatch, tmp_path, 
     assert ("again" in str(caught.value)) == ("pid" in script)
 
 
-@pytest.mark.parametrize(("before", "error"), [(signal.SIG_DFL, KeyboardInterrupt), (signal.SIG_IGN, WsiFlError)])
-def test_a_closed_terminal_ends_a_job_except_under_nohup(monkeypatch, tmp_path, before, error):
+@pytest.mark.parametrize("delay_s", [0, 0.3], ids=["while the job starts", "while it runs"])
+@pytest.mark.parametrize("sign", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_job_however_early_it_comes(monkeypatch, tmp_path, sign, delay_s):
+    plant_launcher(monkeypatch, tmp_path, f"echo $$ > pid; sleep {delay_s}; kill -{sign.value} $PPID; exec sleep 99")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WsiFlError, match=r"^interrupted; continue with `again`$"):
+        run_job(tmp_path)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("pid").read_text()), 0)
+
+
+def test_a_closed_terminal_does_not_end_a_job_under_nohup(monkeypatch, tmp_path):
     plant_launcher(monkeypatch, tmp_path, "kill -HUP $PPID; sleep 0.2; exit 1")
-    previous = signal.signal(signal.SIGHUP, before)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with pytest.raises(error):
+        with pytest.raises(WsiFlError, match=r"^no site's process began"):
             run_job(tmp_path)
     finally:
         signal.signal(signal.SIGHUP, previous)

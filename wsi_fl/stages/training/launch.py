@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
@@ -148,7 +148,7 @@ def run_ranks(
     environment = rank_environment(len(sites)) | {LAUNCHER: str(os.getpid())}
     with (
         log.open("ab") as log_file,
-        _signals_interrupt(),
+        _interrupts_held() as release_interrupts,
         subprocess.Popen(
             command, stdin=DEVNULL, stdout=PIPE, stderr=log_file, env=environment, start_new_session=True
         ) as process,
@@ -157,7 +157,7 @@ def run_ranks(
         ranks = _Ranks(watcher, timeout_s)
         reader = Thread(target=ranks.follow_events, args=(process.stdout,), daemon=True)
         reader.start()
-        hanging = _wait_for_ranks(process, ranks, resume)
+        hanging = _wait_for_ranks(process, ranks, resume, release_interrupts)
         reader.join(timeout=5)
     output = log.read_bytes()[log_start:]
     if lost := hanging or (ranks.find_killed(output) if process.returncode else {}):
@@ -168,10 +168,13 @@ def run_ranks(
         raise WsiFlError(_describe_exit(process.returncode, output, log, resume, has_begun=ranks.has_begun))
 
 
-def _wait_for_ranks(process: subprocess.Popen[bytes], ranks: _Ranks, resume: str) -> dict[str, str]:
+def _wait_for_ranks(
+    process: subprocess.Popen[bytes], ranks: _Ranks, resume: str, release_interrupts: Callable[[], None]
+) -> dict[str, str]:
     """Wait until a job has ended; return the sites that hung, for which it was ended, with reasons."""
     hanging: dict[str, str] = {}
     try:
+        release_interrupts()
         while process.poll() is None and not hanging:
             time.sleep(_POLL_S)
             hanging = ranks.find_hanging()
@@ -277,19 +280,34 @@ def _signal_name(number: int) -> str:
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a job as Ctrl-C does, as its ranks would outlive it; `nohup` keeps it alive."""
+def _interrupts_held() -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt, but only once the yielded function was called.
+
+    A job outlives an exception that is raised while it starts, so an interrupt that comes before is raised by that
+    function. What is ignored stays ignored, so `nohup` keeps a job alive.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
+    is_held, has_come = True, False
 
-    def raise_interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def interrupt(*_: object) -> None:
+        nonlocal has_come
+        has_come = True
+        if not is_held:
+            raise KeyboardInterrupt
 
-    ending = [sign for sign in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(sign) is not signal.SIG_IGN]
-    handlers = {sign: signal.signal(sign, raise_interrupt) for sign in ending}
+    def release() -> None:
+        nonlocal is_held
+        is_held = False
+        if has_come:
+            raise KeyboardInterrupt
+
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    taken = [sign for sign in ending if signal.getsignal(sign) is not signal.SIG_IGN]
+    handlers = {sign: signal.signal(sign, interrupt) for sign in taken}
     try:
-        yield
+        yield release
     finally:
         for sign, handler in handlers.items():
             signal.signal(sign, handler)
