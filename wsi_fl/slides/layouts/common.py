@@ -315,4 +315,4 @@ def group_sites(pairs: Iterable[tuple[str, str]], annotations: str | None, label
 
 def list_tiffs(archive: Path) -> list[Path]:
     paths = (path for path in archive.rglob("*") if path.suffix.lower() in {".tif", ".tiff"})
-    return drop_companions(path for path in paths if path.is_file())
+    return drop_companions((path for path in paths if path.is_file()), archive)
