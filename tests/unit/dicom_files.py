@@ -42,11 +42,14 @@ def encapsulate(frames):
     return head + items + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0)
 
 
-def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=EXPLICIT, pack=None, **more):
+def write_dicom(
+    path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), part=slice(None), syntax=EXPLICIT, pack=None, **more
+):
     """Write a picture uint8[h, w, 3] as one file of a slide, in tiles of 64 px.
 
     Args:
         lacking: numbers of tiles, row by row, that are left out: the file is sparse then.
+        part: tiles that the file holds of a concatenation; its attributes are among `more`.
         pack: what makes the bytes of a frame of a tile, where it is not stored as it is.
         more: values of attributes by their name below.
     """
@@ -56,8 +59,8 @@ def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=
         for y in range(0, height, 64)
         for x in range(0, width, 64)
     ]
-    tiles = [tile for k, tile in enumerate(tiles) if k not in lacking]
-    uid = "1.2.3." + ".".join(str(ord(letter)) for letter in f"{series[-3:]}{Path(path).stem}")
+    tiles = [tile for k, tile in enumerate(tiles) if k not in lacking][part]
+    uid = "1.2.3." + ".".join(str(ord(letter)) for letter in f"{series[-3:]}{Path(path).stem[:8]}")
     spacing = f"{mpp / 1000:.6f}\\{mpp / 1000:.6f}"
     places = [
         sequence(
@@ -72,9 +75,13 @@ def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=
         "instance": (0x00080018, "UI", uid),
         "pyramid": (0x00080019, "UI", ""),
         "modality": (0x00080060, "CS", "SM"),
+        "patient": (0x00100020, "LO", ""),
         "study": (0x0020000D, "UI", "1.2.3.1"),
         "series": (0x0020000E, "UI", series),
         "frame": (0x00200052, "UI", "1.2.3.3"),
+        "concatenation": (0x00209161, "UI", ""),
+        "number": (0x00209162, "US", ""),
+        "offset": (0x00209228, "UL", ""),
         "organization": (0x00209311, "CS", "TILED_SPARSE" if lacking else "TILED_FULL"),
         "samples": (0x00280002, "US", 3),
         "colours": (0x00280004, "CS", "RGB"),
@@ -86,6 +93,7 @@ def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=
         "stored": (0x00280101, "US", 8),
         "high": (0x00280102, "US", 7),
         "signed": (0x00280103, "US", 0),
+        "container": (0x00400512, "LO", ""),
         "width": (0x00480006, "UL", width),
         "height": (0x00480007, "UL", height),
         "paths": (0x00480302, "UL", 1),
