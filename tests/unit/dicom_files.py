@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,7 @@ def write_dicom(
         "frame": (0x00200052, "UI", "1.2.3.3"),
         "concatenation": (0x00209161, "UI", ""),
         "number": (0x00209162, "US", ""),
+        "parts": (0x00209163, "US", ""),
         "offset": (0x00209228, "UL", ""),
         "organization": (0x00209311, "CS", "TILED_SPARSE" if lacking else "TILED_FULL"),
         "samples": (0x00280002, "US", 3),
@@ -121,3 +123,12 @@ def write_dicom(
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(bytes(128) + b"DICM" + element(0x00020000, "UL", len(meta)) + meta + data)
     return Path(path)
+
+
+def write_concatenation(folder, picture, bounds, *, missing=(), **more):
+    """Write a picture as a concatenation of files, 0.dcm and so on, of the tiles between bounds; some are missing."""
+    for k, (first, end) in enumerate(pairwise(bounds)):
+        if k not in missing:
+            places = {"concatenation": "1.2.3.77", "number": k + 1, "offset": first}
+            write_dicom(folder / f"{k}.dcm", picture, part=slice(first, end), **places, **more)
+    return folder

@@ -24,8 +24,13 @@ _PREAMBLE_BYTES = 128
 _SLIDE_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.6"
 """The SOP class of whole-slide images."""
 _IMPLICIT_SYNTAX, _EXPLICIT_SYNTAX, _DEFLATED_SYNTAX = (f"1.2.840.10008.1.2{tail}" for tail in ("", ".1", ".1.99"))
-_READABLE_SYNTAXES = {_EXPLICIT_SYNTAX, *(f"1.2.840.10008.1.2.4.{number}" for number in ("50", "90", "91"))}
-"""Transfer syntaxes that OpenSlide reads: uncompressed, JPEG baseline, JPEG 2000."""
+_READABLE_COLOURS = {
+    _EXPLICIT_SYNTAX: {"RGB"},
+    "1.2.840.10008.1.2.4.50": {"RGB", "YBR_FULL_422"},
+    "1.2.840.10008.1.2.4.90": {"RGB", "YBR_RCT"},
+    "1.2.840.10008.1.2.4.91": {"RGB", "YBR_RCT", "YBR_ICT"},
+}
+"""Photometric interpretations that OpenSlide reads, by transfer syntax: uncompressed, JPEG baseline, JPEG 2000."""
 _CODECS = {
     _IMPLICIT_SYNTAX: "implicit VR",
     _DEFLATED_SYNTAX: "a deflated file",
@@ -272,7 +277,7 @@ def _find_same_size(volumes: Sequence[_Header]) -> list[_Header]:
 
 def _require_readable(header: _Header) -> None:
     name = header.path.name
-    if header.syntax not in _READABLE_SYNTAXES:
+    if header.syntax not in _READABLE_COLOURS:
         codec = _CODECS.get(header.syntax, "transfer syntax")
         raise WsiFlError(
             f"{name}: its pixels are packed by an unsupported codec, {codec} ({header.syntax}); rewrite its files "
@@ -284,8 +289,8 @@ def _require_readable(header: _Header) -> None:
                 f"{name}: a slide is one picture; this DICOM has {count} {feature}; write the one that is meant into "
                 "a file of its own"
             )
-    is_encoded = header.syntax == _EXPLICIT_SYNTAX and header.colours != "RGB"
-    if header.samples != 3 or header.bits != 8 or header.planar or is_encoded:
+    has_colours = header.samples == 3 and header.colours in _READABLE_COLOURS[header.syntax]
+    if not has_colours or header.bits != 8 or header.planar:
         planes = " in planes" if header.planar else ""
         raise WsiFlError(
             f"{name}: a slide has 8-bit colours; this DICOM is {header.bits}-bit {header.colours}{planes}; save it as "
