@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from builders import halves, refused
 from dicom_files import DEFLATED, element, sequence, write_concatenation, write_dicom
-from PIL import Image
+from PIL import Image, ImageCms
 from simplejpeg import encode_jpeg
 
 from wsi_fl.slides.reading.formats import is_slide_folder, slide_name
@@ -195,6 +195,28 @@ def test_a_missing_part_of_a_concatenation_is_named(tmp_path, which):
         write_dicom(tmp_path / "level.dcm", halves(PICTURE)[1], mpp=2 * MPP)
     write_concatenation(tmp_path, PICTURE, (0, 4, 8, 12), missing=missing, **more)
     refused(lambda: Slide(tmp_path), "a DICOM concatenation that", what, "download the series again")
+
+
+@pytest.mark.parametrize(("numbers", "downsamples"), [((0, 2), (1, 4)), ((1, 2), (1, 2))])
+def test_levels_that_are_missing_are_done_without(tmp_path, numbers, downsamples):
+    for k in numbers:
+        write_dicom(tmp_path / f"{k}.dcm", halves(PICTURE, 3)[k], mpp=MPP * 2**k)
+    finest = halves(PICTURE, 3)[numbers[0]]
+    with Slide(tmp_path) as slide:
+        assert (slide.size_l0, slide.level_downsamples) == (finest.shape[1::-1], downsamples)
+        assert slide.mpp == MPP * 2 ** numbers[0]
+        np.testing.assert_array_equal(slide.read((10, 20), 64, slide.mpp), finest[20:84, 10:74])
+
+
+def test_a_colour_profile_is_not_applied(tmp_path):
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("XYZ")).tobytes()
+    profile += b"\0" * (len(profile) % 2)
+    path = write_dicom(tmp_path / "a.dcm", PICTURE)
+    before, paths, after = path.read_bytes().partition(struct.pack("<HH2s", 0x0048, 0x0302, b"UL"))
+    path.write_bytes(before + sequence(0x00480105, element(0x00282000, "OB", profile)) + paths + after)
+    with Slide(tmp_path) as slide:
+        assert read_header(path).paths == 1
+        np.testing.assert_array_equal(slide.read((0, 0), 100, MPP), PICTURE[:100, :100])
 
 
 def test_a_concatenation_of_one_file_is_named(tmp_path):

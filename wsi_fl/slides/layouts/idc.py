@@ -39,19 +39,18 @@ def describe_series(archive: Path) -> tuple[list[ArchiveSite], str, list[str]]:
     modalities = dict(sorted(_iterate_series(archive)))
     headers = {path: read_volume(path) for path in modalities if SERIES_FOLDER.fullmatch(path.name)}
     unread_names = [path.name for path, header in headers.items() if header is None]
-    collections = group_pairs((path.parents[2], path) for path, header in headers.items() if header)
+    collections = group_pairs((_find_collection(path, archive), path) for path, header in headers.items() if header)
     if not collections:
         raise UsageError(f"{archive}: none of its {len(unread_names)} SM folders holds a slide; download them again")
     text, notes, site_patterns = io.StringIO(), [], []
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("slide", "patient", "site", "label", "series"))
     for collection, paths in collections.items():
-        top_folder = collection if archive in (collection, *collection.parents) else archive
         by_name = group_pairs((slide_name(path), path) for path in paths)
         for path, slide in name_series(by_name).items():
             if header := headers[path]:
                 writer.writerow((slide, header.patient, collection.name, "", header.series))
-                site_patterns.append((collection.name, f"{glob.escape(str(top_folder))}/**/SM_*"))
+                site_patterns.append((collection.name, f"{glob.escape(str(collection))}/**/SM_*"))
         notes += [
             f"{collection.name}: {len(series)} series of glass slide {name} are named by their folders"
             for name, series in by_name.items()
@@ -64,6 +63,12 @@ def describe_series(archive: Path) -> tuple[list[ArchiveSite], str, list[str]]:
         first_names = ", ".join(unread_names[:_MAX_FOLDER_NAMES])
         notes.append(f"SM folders without a readable slide: {len(unread_names)} ({first_names}); download them again")
     return group_sites(site_patterns, None, TABLE), text.getvalue(), notes
+
+
+def _find_collection(series: Path, archive: Path) -> Path:
+    """Return the folder of a series' collection, above study and patient; the archive if that is within it."""
+    folder = series.parents[:3][-1]
+    return folder if archive in (folder, *folder.parents) else archive
 
 
 def _iterate_series(archive: Path) -> Iterator[tuple[Path, str]]:

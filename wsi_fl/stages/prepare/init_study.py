@@ -177,7 +177,7 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, pipeline:
     For a pipeline that needs labels of whole slides these are only the sites with diagnoses, and there are the
     diagnoses of those that the pipeline selects.
     """
-    if lacks_table(archive, layout):
+    if tables == ArchiveTables() and lacks_table(archive, layout):
         return _survey_series(archive.resolve(), pipeline)
     archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
     notes = []
