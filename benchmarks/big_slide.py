@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tifffile
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -49,3 +52,55 @@ def write_big_slide(
             level, extent = np.asarray(Image.fromarray(level).reduce(2)), extent // 2
 
     write_levels(path, levels(), mpp, tile_px, shared)
+
+
+CODECS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "deflate": {"compression": "zlib", "predictor": True},
+    "lzw": {"compression": "lzw", "predictor": True},
+    "zstd": {"compression": "zstd", "predictor": True},
+    "jpeg2000": {"compression": "APERIO_JP2000_RGB", "compressionargs": {"level": 70}},
+    "jpeg2000-ycbcr": {"compression": "APERIO_JP2000_YCBC", "compressionargs": {"level": 70}},
+}
+"""How tifffile writes the tiles of each codec; predictors as converters write them."""
+
+
+def write_coded_slide(
+    path: Path, block: NDArray[np.uint8], mpp: float, codec: str, *, size_px: int, tile_px: int = TILE_PX
+) -> None:
+    """Write a slide as `write_big_slide` does, with the tiles of another codec; JPEG 2000 as Aperio's scanners."""
+    options = CODECS[codec]
+    description = f"Aperio Image Library\r\n{size_px}x{size_px}|AppMag = 40|MPP = {mpp}"
+    side, extent = min(block.shape[:2]) // tile_px * tile_px, size_px
+    level, scale = block[:side, :side], 1
+    with tifffile.TiffWriter(path, bigtiff=True) as file:
+        while True:
+            repeats = tile_px // math.gcd(level.shape[0], tile_px)
+            level = np.tile(level, (repeats, repeats, 1))
+            period, n = level.shape[0] // tile_px, range(-(-extent // tile_px))
+            corners = [(row * tile_px, column * tile_px) for row in range(period) for column in range(period)]
+            tiles = [_encode_tile(level[y : y + tile_px, x : x + tile_px], options) for y, x in corners]
+            file.write(
+                (tiles[row % period * period + column % period] for row in n for column in n),
+                shape=(extent, extent, 3),
+                dtype=np.uint8,
+                tile=(tile_px, tile_px),
+                photometric="rgb",
+                subfiletype=int(scale > 1),
+                metadata=None,
+                description=description if codec.startswith("jpeg2000") else None,
+                resolution=(1e4 / (mpp * scale),) * 2,
+                resolutionunit="CENTIMETER",
+                **options,
+            )
+            if extent <= tile_px:
+                break
+            level, extent, scale = np.asarray(Image.fromarray(level).reduce(2)), extent // 2, scale * 2
+
+
+def _encode_tile(tile: NDArray[np.uint8], options: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    tifffile.imwrite(buffer, tile, tile=tile.shape[:2], photometric="rgb", metadata=None, **options)
+    with tifffile.TiffFile(io.BytesIO(buffer.getvalue())) as file:
+        (start,), (n_bytes,) = file.pages[0].dataoffsets, file.pages[0].databytecounts
+    return buffer.getvalue()[start : start + n_bytes]

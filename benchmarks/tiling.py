@@ -1,8 +1,8 @@
 """Tiling against what most scripts do and against the decoder's limit, on big painted slides, in one run.
 
-python benchmarks/tiling.py [--tile-px 256 512 240] [--patches 400] [--json]
+python benchmarks/tiling.py [--tile-px 256 512 240] [--codecs jpeg jpeg2000 deflate] [--patches 400] [--json]
 
-Four things are timed on the same patches: a plain OpenSlide + PIL loop that writes HDF5, the JPEG decoder alone on the
+Four things are timed on the same patches: a plain OpenSlide + PIL loop that writes HDF5, the decoder alone on the
 native tiles under them, `read_patches`, and `wsi-fl tile` as a process of its own. The latter's time per further slide
 is that of the slides beyond four, as two are read at once and what a start costs is left out. All are patches/s.
 """
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 import h5py
 import numpy as np
 import openslide
-from big_slide import write_big_slide
+from big_slide import CODECS, write_big_slide, write_coded_slide
 from numpy.typing import NDArray
 
 from wsi_fl.demo.simulated_slides import plan_slides, simulate_slide
@@ -36,7 +37,6 @@ from wsi_fl.slides.patching.splits import sample_rows
 from wsi_fl.slides.reading.native_tiles import read_tiled_images
 from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.stages.prepare.init_study import init_study
-from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, SlideRecord
 
 MPP = 0.25
@@ -77,7 +77,7 @@ def decoder_limit(work: Work) -> None:
     def decode(some: Sequence[int]) -> None:
         out = np.empty((side, side, 3), np.uint8)
         for number in some:
-            jpeg.decode(os.pread(file, int(image.n_bytes[number]), int(image.offset[number])), out)
+            image.codec.decode(os.pread(file, int(image.n_bytes[number]), int(image.offset[number])), out)
 
     with ThreadPoolExecutor(work.threads) as pool:
         list(pool.map(decode, [numbers[k :: work.threads] for k in range(work.threads)]))
@@ -158,10 +158,15 @@ def end_to_end(folder: Path, work: Work, pixels: str, repeats: int) -> dict[str,
     return {"further_s": median(further), "few_slides_s": median(started), "peak_mb": max(peaks)}
 
 
-def measure(folder: Path, block: NDArray[np.uint8], tile_px: int, args: argparse.Namespace) -> dict[str, Any]:
-    """All rows for one size of native tiles."""
-    path = folder / f"tiles_{tile_px}.tif"
-    write_big_slide(path, block, MPP, size_px=args.slide_px, tile_px=tile_px)
+def measure(
+    folder: Path, block: NDArray[np.uint8], codec: str, tile_px: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """All rows for one codec and size of native tiles."""
+    path = folder / f"{codec}_{tile_px}.tif"
+    if codec == "jpeg":
+        write_big_slide(path, block, MPP, size_px=args.slide_px, tile_px=tile_px)
+    else:
+        write_coded_slide(path, block, MPP, codec, size_px=args.slide_px, tile_px=tile_px)
     record = SlideRecord(path, path.stem, "p", "s", "negative", positive=False)
     spec = GridSpec(args.size_px, args.mpp, args.size_px)
     plan = plan_slide(record, spec)
@@ -173,10 +178,10 @@ def measure(folder: Path, block: NDArray[np.uint8], tile_px: int, args: argparse
     tasks = (lambda: plain_loop(work, hdf5), lambda: decoder_limit(work), lambda: reading(work))
     base, limit, read = seconds(tasks, args.repeats)
     hdf5.unlink()
-    row: dict[str, Any] = {"tile_px": tile_px, "patches": n, "threads": work.threads, "plain": n / base}
+    row: dict[str, Any] = {"codec": codec, "tile_px": tile_px, "patches": n, "threads": work.threads, "plain": n / base}
     row |= {"decoder": n / limit, "reading": n / read, "reading_of_decoder": limit / read}
     for pixels in args.pixels:
-        if pixels == "native" and tile_px != args.size_px:
+        if pixels == "native" and (codec != "jpeg" or tile_px != args.size_px):
             continue
         outcome = end_to_end(folder, work, pixels, args.repeats)
         row[pixels] = {
@@ -191,7 +196,7 @@ def measure(folder: Path, block: NDArray[np.uint8], tile_px: int, args: argparse
 
 def shown(row: dict[str, Any], pixels: Sequence[str]) -> str:
     """A row as lines of text."""
-    lines = [f"{row['tile_px']}-px tiles, {row['patches']} patches, {row['threads']} threads"]
+    lines = [f"{row['codec']}, {row['tile_px']}-px tiles, {row['patches']} patches, {row['threads']} threads"]
     lines.append(f"  openslide + PIL -> HDF5      {row['plain']:8.0f} patches/s")
     lines.append(f"  decoder's limit              {row['decoder']:8.0f} patches/s")
     ratio = row["reading_of_decoder"]
@@ -208,6 +213,7 @@ def shown(row: dict[str, Any], pixels: Sequence[str]) -> str:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tile-px", type=int, nargs="+", default=[256, 512, 240], help="native tiles")
+    parser.add_argument("--codecs", nargs="+", choices=["jpeg", *CODECS], default=["jpeg"])
     parser.add_argument("--slide-px", type=int, default=20480, help="side of the slides")
     parser.add_argument("--size-px", type=int, default=512, help="side of the patches")
     parser.add_argument("--mpp", type=float, default=MPP, help=f"of the patches; the slides have {MPP}")
@@ -224,8 +230,8 @@ def main() -> None:
     rows = []
     block = simulate_slide(plan_slides(1, 1, BLOCK_PX, 0)[0])
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        for tile_px in args.tile_px:
-            rows.append(measure(Path(folder), block, tile_px, args))
+        for codec, tile_px in product(args.codecs, args.tile_px):
+            rows.append(measure(Path(folder), block, codec, tile_px, args))
             print(shown(rows[-1], args.pixels), file=sys.stderr if args.json else sys.stdout, flush=True)
     if args.json:
         print(json.dumps({"slide_px": args.slide_px, "size_px": args.size_px, "rows": rows}))

@@ -392,6 +392,19 @@ def mixed_run(tmp_path_factory):
     return study, run
 
 
+def test_of_many_slides_a_sample_is_shown_and_their_number(mixed_run, monkeypatch):
+    study, run = mixed_run
+    folder = study.store_path("S0").parent / "overview"
+    added = [folder / f"S0_slide_{k}.png" for k in (1, 2)]
+    for path in added:
+        path.write_bytes(picture(np.random.default_rng(1)))
+    monkeypatch.setattr("wsi_fl.stages.evaluation.write_report._MAX_OVERVIEWS", 2)  # one of each site
+    text = write_report(study, run, pictures=True).read_text()
+    for path in added:
+        path.unlink()
+    assert text.count("<figcaption>S0_slide_") == 1 and "1 of 3 slides" in text and text.count("of 1 slide") == 0
+
+
 def test_pictures_of_patients_are_left_out_with_a_notice(mixed_run, wsi_fl):
     study, run = mixed_run
     done = wsi_fl("report", run, cwd=study.root)

@@ -46,7 +46,9 @@ class Page:
     patches: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)
     """Sample patches by site: (label, uint8[h, w, 3])."""
     overviews: Mapping[str, Sequence[tuple[str, bytes]]] = field(default_factory=dict)
-    """Overview pictures by site: (slide, PNG bytes)."""
+    """Overview pictures by site, of a sample of its slides: (slide, PNG bytes)."""
+    n_slides: Mapping[str, int] = field(default_factory=dict)
+    """Slides with an overview picture by site."""
     groups: Mapping[str, Json] = field(default_factory=dict)
     """Group privacy of each site's largest patient: ``list_runs``, ``epsilon`` (None beyond 1000), ``delta``."""
     between: CrossSiteScores | None = None

@@ -69,7 +69,7 @@ class TrustedLevels:
     def _check_level(self, number: int) -> NativeLevel | None:
         image = self._images[number]
         if image is None:
-            reason: str | None = "it is not made of one layer of colour JPEG tiles"
+            reason: str | None = "it is not made of one layer of colour tiles with a codec that is decoded here"
         else:
             level = NativeLevel(self._file.fileno(), image, self._background)
             reason = _describe_difference(level, lambda box: self._reference(number, box))

@@ -1,4 +1,4 @@
-"""JPEG tiles of a slide, read by offset and decoded strictly: several times faster than OpenSlide's compositing.
+"""Tiles of a slide, read by offset and decoded strictly: several times faster than OpenSlide's compositing.
 
 OpenSlide stays the authority: `trusted` gives only levels whose tiles decode to OpenSlide's pixels.
 """
@@ -14,16 +14,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.slides.reading.tile_codecs import TileCodec, find_codec
 from wsi_fl.system import jpeg
 from wsi_fl.types import WsiFlError
-
-if TYPE_CHECKING:
-    from tifffile import TiffPage
 
 Box = tuple[int, int, int, int]
 """x, y, width, height in pixels of a level."""
@@ -35,8 +33,6 @@ _STRADDLING_ROWS = 3
 """Cached rows of tiles under two rows of patches that do not overlap."""
 _MAX_GAP_BYTES, _MAX_READ_BYTES = 4096, 1 << 20
 """Greatest gap between tiles of one read, and size of one read."""
-_JPEG, _RGB, _YCBCR = 7, 2, 6
-"""Numbers of TIFF."""
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 """Its warnings do not concern users: OpenSlide judges the file."""
 
@@ -53,10 +49,7 @@ class TiledImage:
     """[n] first byte of each tile in the file."""
     n_bytes: NDArray[np.int64]
     """[n]; 0 for a missing tile."""
-    jpeg_tables: bytes
-    """JPEG tables of all tiles, or b""."""
-    is_rgb: bool
-    """Whether tiles are RGB instead of YCbCr."""
+    codec: TileCodec
 
     @cached_property
     def n_columns(self) -> int:
@@ -68,7 +61,7 @@ class TiledImage:
 
 
 def read_tiled_images(path: Path) -> list[TiledImage]:
-    """Return the directories with tiles of 8-bit colour JPEG, in the file's order; [] for other files.
+    """Return the directories with tiles that `tile_codecs` decodes, in the file's order; [] for other files.
 
     Labels, macros and thumbnails in strips are left out, and so are directories that cannot be parsed.
     """
@@ -84,29 +77,14 @@ def read_tiled_images(path: Path) -> list[TiledImage]:
                     (page.tilewidth, page.tilelength),
                     np.asarray(page.dataoffsets, np.int64),
                     np.asarray(page.databytecounts, np.int64),
-                    page.jpegtables or b"",
-                    page.photometric == _RGB,
+                    codec,
                 )
                 for page in list_pages(tif)
-                if is_readable(page)
+                if (codec := find_codec(page)) is not None
             ]
     except Exception:  # a damaged or foreign file: OpenSlide judges it
         return []
     return [image for image in images if len(image.offset) == image.n_columns * image.n_rows]
-
-
-def is_readable(page: TiffPage) -> bool:
-    """Return whether a directory has tiles of 8-bit colour JPEG."""
-    return (
-        page.is_tiled
-        and min(page.imagewidth, page.imagelength, page.tilewidth, page.tilelength) > 0
-        and page.compression == _JPEG
-        and page.photometric in {_RGB, _YCBCR}
-        and page.samplesperpixel == 3
-        and page.bitspersample == 8
-        and page.planarconfig == 1
-        and page.imagedepth == 1
-    )
 
 
 class NativeLevel:
@@ -180,7 +158,8 @@ class NativeLevel:
         self._cache = _DecodedTileCache()
 
     def read_stream(self, box: Box) -> bytes | None:
-        """Return the self-contained JPEG stream of the tile that is the box; None where there is no such tile.
+        """Return the self-contained JPEG stream of the tile that is the box; None where there is no such tile, or it
+        has another codec.
 
         Raises:
             WsiFlError: when the tile is damaged.
@@ -188,11 +167,11 @@ class NativeLevel:
         x, y, width, height = box
         tile_width, tile_height = self.image.tile_px
         is_tile = (width, height) == self.image.tile_px and x % tile_width == 0 and y % tile_height == 0
-        if not is_tile or not self._is_within(box) or not self.has_tiles(box):
+        if not self.image.codec.is_jpeg or not is_tile or not self._is_within(box) or not self.has_tiles(box):
             return None
         number = y // tile_height * self.image.n_columns + x // tile_width
         try:
-            stream = self._read_tile_stream(number)
+            stream = self.image.codec.complete_jpeg(self._read_tile_stream(number))
             jpeg.check_stream(stream)
             if jpeg.read_size(stream) != (height, width):
                 raise WsiFlError("its picture has another size")
@@ -201,7 +180,7 @@ class NativeLevel:
         return bytes(stream)
 
     def read_streams(self, numbers: NDArray[np.int64]) -> Iterator[jpeg.Stream]:
-        """Yield the self-contained streams of tiles [n] in that order; an empty one where the file lacks a tile.
+        """Yield the streams of tiles [n] in that order; an empty one where the file lacks a tile.
 
         Neighbours in the file are read at once: fewer and longer reads.
         """
@@ -221,15 +200,8 @@ class NativeLevel:
                 for begin, end in zip(begins, ends, strict=True):
                     yield from self._read_run([begin], [end])
             return
-        is_complete = not (self.image.jpeg_tables or self.image.is_rgb)
         for begin, end in zip(begins, ends, strict=True):
-            stream: jpeg.Stream = buffer[begin - start : end - start] if end - start <= len(buffer) else b""
-            if not is_complete:
-                try:
-                    stream = jpeg.complete_stream(stream, self.image.jpeg_tables, rgb=self.image.is_rgb)
-                except WsiFlError:
-                    stream = b""
-            yield stream
+            yield buffer[begin - start : end - start] if end - start <= len(buffer) else b""
 
     def scratch_tile(self) -> NDArray[np.uint8]:
         """Return memory for one tile, the same for all calls of a thread."""
@@ -241,7 +213,7 @@ class NativeLevel:
     def _decode_tile(self, number: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         out = np.empty(self.tile_shape, np.uint8) if out is None else out
         try:
-            return jpeg.decode(self._read_tile_stream(number), out)
+            return self.image.codec.decode(self._read_tile_stream(number), out)
         except WsiFlError as error:
             raise self._tile_error(number, error) from None
 
@@ -250,7 +222,7 @@ class NativeLevel:
         stream = self._read_bytes(begin, begin + n_bytes)
         if len(stream) < n_bytes:
             raise WsiFlError("the file ends within it")
-        return jpeg.complete_stream(stream, self.image.jpeg_tables, rgb=self.image.is_rgb)
+        return stream
 
     def _read_bytes(self, begin: int, end: int) -> bytes:
         """Read bytes of the file, fewer at its end."""

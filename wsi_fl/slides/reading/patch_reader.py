@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.reading.native_tiles import NativeLevel, TiledImage, split_at_tiles
 from wsi_fl.slides.reading.reader import Reader, Slide
-from wsi_fl.system import jpeg
 from wsi_fl.system.direct_io import BufferPool
 from wsi_fl.system.prefetch import map_in_order
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
@@ -178,7 +177,7 @@ class _Sweep:
         placements = parts[:, 1:].tolist()
         for stream, (begin, last, is_direct) in zip(level.read_streams(jobs[:, 1]), spans, strict=True):
             try:
-                jpeg.decode(stream, patches[begin] if is_direct else scratch)
+                level.image.codec.decode(stream, patches[begin] if is_direct else scratch)
             except WsiFlError:
                 for patch in parts[begin:last, 0].tolist():
                     strip, k = divmod(patch, self._step)

@@ -186,17 +186,17 @@ def _probe_slide(path: Path, mpp_override: float | None, reader: Reader) -> str:
 def _find_false_size(path: Path, *, is_native: bool) -> str:
     """Return the impossible tile size that a TIFF states; "" if there is none.
 
-    The length of JPEG tiles that are read natively is checked when they are read.
+    The length of tiles that are read natively is checked when they are read.
     """
     from tifffile import TiffFile
 
     from wsi_fl.slides.reading.formats.tiff_pages import list_pages
-    from wsi_fl.slides.reading.native_tiles import is_readable
+    from wsi_fl.slides.reading.tile_codecs import find_codec
 
     n_bytes = path.stat().st_size
     try:
         with TiffFile(path) as tif:
-            pages = [page for page in list_pages(tif) if not (is_native and is_readable(page))]
+            pages = [page for page in list_pages(tif) if not (is_native and find_codec(page))]
             max_bytes = max((int(max(page.databytecounts, default=0)) for page in pages), default=0)
             tile_px = max((page.tilewidth * page.tilelength for page in pages if page.is_tiled), default=0)
     except MemoryError:

@@ -1,6 +1,6 @@
 """Slides as arrays. The only module that imports OpenSlide; `formats` reads other formats.
 
-OpenSlide is the authority on a slide's format and pixels. Where the JPEG tiles of a level decode to the same pixels,
+OpenSlide is the authority on a slide's format and pixels. Where the tiles of a level decode to the same pixels,
 `native` reads them instead, in a fraction of the time.
 """
 
@@ -238,10 +238,12 @@ class Slide:
             raise self._read_error(corner, error) from None
 
     def has_whole_tiles(self, spec: GridSpec) -> bool:
-        """Return whether patches of a grid are whole native tiles, except those over the edge."""
+        """Return whether patches of a grid are whole native tiles of JPEG, except those over the edge."""
         native_level = self._native_level(spec.size_px, spec.mpp)
-        on_tiles = spec.stride_px % spec.size_px == 0
-        return on_tiles and native_level is not None and native_level[1].image.tile_px == (spec.size_px, spec.size_px)
+        if native_level is None or spec.stride_px % spec.size_px:
+            return False
+        image = native_level[1].image
+        return image.codec.is_jpeg and image.tile_px == (spec.size_px, spec.size_px)
 
     def read_area(self, xy_l0: tuple[float, float], scale: float, out: NDArray[np.uint8], *, overlapping: bool) -> None:
         """Fill out [height, width, 3] with the area at xy_l0, with `scale` level-0 pixels per output pixel.

@@ -18,6 +18,7 @@ from wsi_fl.report.sections import find_benefit_measure
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.write_predictions import read_predictions
 from wsi_fl.stages.runtime.console import print_message
+from wsi_fl.stages.site.public_sources import sample_indices
 from wsi_fl.stages.site.run_context import RunContext, find_method, restore_study
 from wsi_fl.stages.site.site_data import SiteData
 from wsi_fl.stages.site.study_hooks import find_hooks
@@ -29,6 +30,8 @@ from wsi_fl.system.files import write_text
 from wsi_fl.types import UNLABELLED, WsiFlError
 
 _SAMPLES_PER_CLASS = 6
+_MAX_OVERVIEWS = 200
+"""On a page, of all sites together: reading one takes a tenth of a second, and they share the page's bytes."""
 _Patch = tuple[str, NDArray[np.uint8]]
 """Class and pixels."""
 
@@ -107,6 +110,7 @@ def _collect_pictures(context: RunContext, stores: dict[str, PatchStore], *, of_
     study, simulated = context.study, {site.name for site in context.sites if not site.real}
     pictures: dict[str, dict[str, object]] = {kind: {} for kind in ("patches", "overviews", "generated", "predictions")}
     real: dict[str, list[str]] = {}
+    n_slides: dict[str, int] = {}
 
     def add(kind: str, name: str, values: Iterable[object]) -> None:
         if name not in simulated:
@@ -117,9 +121,11 @@ def _collect_pictures(context: RunContext, stores: dict[str, PatchStore], *, of_
     for name, store in stores.items():
         add("patches", name, _sample_patches(store))
         folder = study.store_path(name).parent / "overview"
-        paths = {slide: path for slide in store.slides if (path := folder / f"{slide}.png").exists()}
-        if paths:
-            add("overviews", name, ((slide, path.read_bytes()) for slide, path in paths.items()))
+        slides = [slide for slide in store.slides if (folder / f"{slide}.png").exists()]
+        if slides:
+            shown = sample_indices(len(slides), max(1, _MAX_OVERVIEWS // len(stores))).tolist()
+            add("overviews", name, ((slides[k], (folder / f"{slides[k]}.png").read_bytes()) for k in shown))
+            n_slides[name] = len(slides)
     keys: dict[str, str] = {}  # of each denoiser used by a site of this run
     for site in context.names:
         keys = (context.run.site_folder(site).read_document("package") or {"images": {}})["images"] | keys
@@ -128,7 +134,11 @@ def _collect_pictures(context: RunContext, stores: dict[str, PatchStore], *, of_
             add("generated", name, _sample_generated(path))
     for name, values in _collect_values(context).items():
         add("predictions", name, values)
-    return pictures | ({"patients_of": _unique_names(real)} if of_patients else {"left_out": real})
+    return (
+        pictures
+        | {"n_slides": n_slides}
+        | ({"patients_of": _unique_names(real)} if of_patients else {"left_out": real})
+    )
 
 
 def _unique_names(sites: Mapping[str, Sequence[str]]) -> list[str]:
