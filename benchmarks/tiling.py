@@ -77,7 +77,7 @@ def decoder_limit(work: Work) -> None:
     def decode(some: Sequence[int]) -> None:
         out = np.empty((side, side, 3), np.uint8)
         for number in some:
-            image.codec.decode(os.pread(file, int(image.n_bytes[number]), int(image.offset[number])), out)
+            image.codec.decode_tile(os.pread(file, int(image.n_bytes[number]), int(image.offset[number])), out)
 
     with ThreadPoolExecutor(work.threads) as pool:
         list(pool.map(decode, [numbers[k :: work.threads] for k in range(work.threads)]))

@@ -4,6 +4,7 @@ import struct
 from functools import partial
 from io import BytesIO
 
+import imagecodecs
 import numpy as np
 import pytest
 from builders import halves, refused
@@ -126,7 +127,7 @@ def rgb_by_header(tile):
 
 
 def jpeg_2000(tile, mct=False):
-    encode = pytest.importorskip("imagecodecs").jpeg2k_encode
+    encode = imagecodecs.jpeg2k_encode
     return bytes(encode(np.ascontiguousarray(tile), level=0, reversible=True, codecformat="j2k", mct=mct))
 
 

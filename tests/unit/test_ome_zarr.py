@@ -124,7 +124,6 @@ def test_optional_metadata_of_a_zarr_may_be_empty(picture, tmp_path, how):
 def test_a_micrometre_has_many_spellings(picture, tmp_path, unit):
     said = {"axes": "YXS", **{f"PhysicalSize{axis}": MPP for axis in "XY"}}
     said |= {f"PhysicalSize{axis}Unit": unit for axis in "XY"}
-    pytest.importorskip("imagecodecs")
     tifffile.imwrite(tmp_path / "a.ome.tif", picture[:64, :64], ome=True, metadata=said, photometric="rgb")
     zarr = ome_zarr("0.4")(tmp_path, picture[:64, :64])
     for path in (

@@ -160,7 +160,6 @@ def test_codecs_that_openslide_lacks_are_read_as_tifffile_reads_them(tmp_path, c
 
 @pytest.mark.parametrize("codec", ["jpegxl", "lerc", "webp"])
 def test_without_the_extra_the_codec_is_named_with_it(tmp_path, monkeypatch, codec):
-    pytest.importorskip("imagecodecs")
     path = write_codec(tmp_path / "a.tif", codec)
     monkeypatch.setattr(source, "import_module", missing)
     refused(partial(Slide, path), "a.tif", CODECS[codec], explain_missing("formats"), error=UsageError)
@@ -178,7 +177,6 @@ def test_an_unsupported_codec_is_refused_by_its_number(tmp_path):
 
 
 def test_16_bits_or_several_pages_are_refused_with_any_codec(tmp_path):
-    pytest.importorskip("imagecodecs")
     deep = write_pages(tmp_path / "a.tif", (PICTURE.astype(np.uint16), {"compression": "lzma"}))
     refused(partial(Slide, deep), "16-bit RGB")
     stack = write_pages(tmp_path / "b.tif", *[(PICTURE, {"compression": "zstd"})] * 3)

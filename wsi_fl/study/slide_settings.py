@@ -19,7 +19,7 @@ class SlideSettings(Section):
 
     without_effect = ("",)
     reader: Literal["auto", "native", "openslide"] = "auto"
-    """Decoder of the pixels. `native` decodes a slide's JPEG tiles, `openslide` uses OpenSlide for everything, and
+    """Decoder of the pixels. `native` decodes a slide's own tiles, `openslide` uses OpenSlide for everything, and
     `auto` decodes natively where the pixels are identical to OpenSlide's."""
     test_fraction: float = Field(0.2, ge=0, lt=1)
     """Share of patients that `tile`, `mosaic` and `import` hold out for testing, where the site prescribes no split."""

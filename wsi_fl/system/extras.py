@@ -34,7 +34,7 @@ EXTRAS = {
     "dossier": Extra("lists of all software", ("cyclonedx_py",)),
     "synthesis": Extra("diffusion models", ("diffusers",)),
     "export": Extra("ONNX files", ("onnx", "onnxruntime", "onnxscript")),
-    "formats": Extra("OME-Zarr, OME-TIFF and rare codecs", ("zarr", "imagecodecs")),
+    "formats": Extra("OME-Zarr, OME-TIFF and rare codecs", ("zarr",)),
     "czi": Extra("CZI slides", ("pylibCZIrw",), python_below=(3, 14)),
     "isyntax": Extra("iSyntax slides", ("isyntax",)),
     "view": Extra("slides in a browser", ("starlette", "uvicorn")),

@@ -213,7 +213,7 @@ class NativeLevel:
     def _decode_tile(self, number: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         out = np.empty(self.tile_shape, np.uint8) if out is None else out
         try:
-            return self.image.codec.decode(self._read_tile_stream(number), out)
+            return self.image.codec.decode_tile(self._read_tile_stream(number), out)
         except WsiFlError as error:
             raise self._tile_error(number, error) from None
 

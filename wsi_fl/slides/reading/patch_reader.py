@@ -177,7 +177,7 @@ class _Sweep:
         placements = parts[:, 1:].tolist()
         for stream, (begin, last, is_direct) in zip(level.read_streams(jobs[:, 1]), spans, strict=True):
             try:
-                level.image.codec.decode(stream, patches[begin] if is_direct else scratch)
+                level.image.codec.decode_tile(stream, patches[begin] if is_direct else scratch)
             except WsiFlError:
                 for patch in parts[begin:last, 0].tolist():
                     strip, k = divmod(patch, self._step)

@@ -60,7 +60,7 @@ class TileCodec:
         """Return a self-contained JPEG stream from that of a tile."""
         return jpeg.complete_stream(stream, self.jpeg_tables, rgb=self.is_rgb)
 
-    def decode(self, stream: jpeg.Stream, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def decode_tile(self, stream: jpeg.Stream, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Fill `out` uint8[h, w, 3], contiguous, with the pixels of a tile, and return it.
 
         Raises:

@@ -123,8 +123,8 @@ def _collect_pictures(context: RunContext, stores: dict[str, PatchStore], *, of_
         folder = study.store_path(name).parent / "overview"
         slides = [slide for slide in store.slides if (folder / f"{slide}.png").exists()]
         if slides:
-            shown = sample_indices(len(slides), max(1, _MAX_OVERVIEWS // len(stores))).tolist()
-            add("overviews", name, ((slides[k], (folder / f"{slides[k]}.png").read_bytes()) for k in shown))
+            rows = sample_indices(len(slides), max(1, _MAX_OVERVIEWS // len(stores))).tolist()
+            add("overviews", name, ((slides[k], (folder / f"{slides[k]}.png").read_bytes()) for k in rows))
             n_slides[name] = len(slides)
     keys: dict[str, str] = {}  # of each denoiser used by a site of this run
     for site in context.names:

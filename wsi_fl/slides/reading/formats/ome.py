@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unicodedata import normalize
 from xml.etree import ElementTree
 
@@ -69,7 +69,7 @@ def open_ome_tiff(path: Path) -> PixelSource:
                 f"OME-TIFF has {page.samplesperpixel} × {page.dtype} ({PHOTOMETRIC(page.photometric).name}), axes "
                 f"{series.axes}, shape {series.shape}, channels {', '.join(_read_channels(tif)[0]) or 'without names'}"
             )
-        zarr = _import_zarr(path)
+        zarr = import_extra("zarr", "formats", path)
         arrays = [zarr.open(series.aszarr(level=k), mode="r") for k in range(len(series.levels))]
         return build_array_levels(
             arrays,
@@ -92,7 +92,7 @@ def is_misread(path: Path, tif: TiffFile) -> bool:
     if series.keyframe.index != 0 or not _is_rgb(series.keyframe):
         return True
     try:
-        return len(series.levels) > 1 and _import_zarr(path) is not None
+        return len(series.levels) > 1 and import_extra("zarr", "formats", path) is not None
     except UsageError:
         return False
 
@@ -156,9 +156,3 @@ def _is_rgb(page: TiffPage) -> bool:
 
     is_colored = page.photometric in {PHOTOMETRIC.RGB, PHOTOMETRIC.YCBCR}
     return is_colored and page.samplesperpixel == 3 and page.dtype == np.uint8
-
-
-def _import_zarr(path: Path) -> Any:
-    """Import Zarr, which reads tiles, if the codecs of tiles are installed too."""
-    import_extra("imagecodecs", "formats", path)
-    return import_extra("zarr", "formats", path)

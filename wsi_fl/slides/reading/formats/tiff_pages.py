@@ -147,7 +147,7 @@ def open_tiled_tiff(path: Path) -> PixelSource:
 
     Raises:
         WsiFlError: for other pixels than red, green and blue, or grey, of 8 bits.
-        UsageError: when the extra for its codec is not installed.
+        UsageError: when the extra that reads its tiles is not installed.
     """
     from tifffile import TiffFile
 
@@ -164,7 +164,6 @@ def open_tiled_tiff(path: Path) -> PixelSource:
                 f"{main.samplesperpixel} channels in it; save it as red, green and blue in tiles of JPEG"
             )
         try:
-            import_extra("imagecodecs", "formats", path)
             zarr = import_extra("zarr", "formats", path)
         except UsageError as error:
             raise UsageError(f"{error}; OpenSlide does not read it (its tiles are {codec})") from None
