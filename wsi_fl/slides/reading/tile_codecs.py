@@ -94,9 +94,10 @@ class TileCodec:
         import imagecodecs
 
         height, width, _ = out.shape
-        sizes = np.frombuffer(bytes(stream[_SIZES]), ">u4").tolist()
-        if stream[:4] != _CODESTREAM_START or sizes[:4] != [width, height, 0, 0]:  # before memory is taken for it
-            raise ValueError(f"no JPEG 2000 picture of {width} × {height} pixels")
+        sizes = np.frombuffer(bytes(stream[_SIZES]).ljust(32, b"\0"), ">u4").tolist()
+        is_one_tile = sizes[:4] == [width, height, 0, 0] and sizes[4] >= width and sizes[5] >= height
+        if stream[:4] != _CODESTREAM_START or not is_one_tile:  # before memory is taken for it
+            raise ValueError(f"no JPEG 2000 picture of {width} × {height} pixels in one tile")
         imagecodecs.jpeg2k_decode(bytes(stream), out=out)
         if self.compression == _JPEG2000_YCBCR:
             _convert_ycbcr(out)
