@@ -274,6 +274,23 @@ def reportable_max_tpr(guarantee: str, spent: Sequence[Mechanism]) -> float | No
     return max_tpr(spent) if spent and guarantee in ("guaranteed", "shared") else None
 
 
+def describe_detection(rate: float, unit: str) -> str:
+    """Return the meaning of ε as rates of the most powerful membership test.
+
+    Args:
+        rate: the largest true positive rate of a test with a false positive rate of 0.01.
+        unit: the privacy unit.
+
+    Example:
+        >>> describe_detection(0.0198, "patient").split(", ")[1]
+        'an attacker with all releases and all other data identifies at most 2.0'
+    """
+    return (
+        f"of 100 {unit}s in it, an attacker with all releases and all other data identifies at most "
+        f"{100 * rate:.1f}, at a false positive rate of 1 %"
+    )
+
+
 def lifetime_entries(entries: Iterable[LedgerEntry], unit: str) -> list[LedgerEntry]:
     """Return the ledger lines that count for a real hospital with this privacy unit.
 
