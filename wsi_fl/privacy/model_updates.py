@@ -112,7 +112,7 @@ def privatize_update(rows: NDArray[np.float64], terms: UpdateTerms) -> NDArray[n
     For the unit "patient" it is divided by n. The noise's key comes from the operating system and is forgotten.
     """
     total = sum_clipped(rows, terms.clip)
-    total += terms.sigma * terms.clip * CipherStream.from_entropy().normal(len(total))
+    total += terms.sigma * terms.clip * CipherStream.from_entropy().draw_normal(len(total))
     return (total / (terms.n if terms.unit == "patient" else 1)).astype(np.float32)
 
 

@@ -1,8 +1,9 @@
 """Filter for any job of NVIDIA FLARE: what it sends is clipped, noised, and charged to the hospital's own ledger.
 
-It belongs into the site's `local/privacy.json` twice, as task data filter and as task result filter of the default
-scope: as the first it stores the weights that a task begins with, as the second it releases what training changed. See
-docs/how-to/other-federations.md. The names of this module and its class are in files at hospitals; keep them.
+It belongs into the site's `local/privacy.json` three times. As task data filter it stores the weights that a task
+begins with, as task result filter it releases what training changed, and as component it stops the job's events, such
+as its metrics, which pass no filter. See docs/how-to/other-federations.md. The names of this module and its class are in files
+at hospitals; keep them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.filter import ContentBlockedException, Filter, FilterChainType, FilterContextKey
-from nvflare.apis.fl_constant import FLContextKey, ReturnCode
+from nvflare.apis.fl_constant import EventScope, FedEventHeader, FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
 from nvflare.app_common.app_constant import AppConstants
@@ -117,15 +118,30 @@ class LedgerFilter(Filter):  # type: ignore[misc]
     def __init__(self, account: str) -> None:
         super().__init__()
         self._account_path = Path(account)
+        self._stopped_events: set[str] = set()
 
     @cached_property
     def _terms(self) -> UpdateTerms:
         return load_account(self._account_path)
 
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Stop an event of the job on its way to the server, by marking it as one that came from there."""
+        data = fl_ctx.get_prop(FLContextKey.EVENT_DATA)
+        if fl_ctx.get_prop(FLContextKey.EVENT_SCOPE) != EventScope.FEDERATION or not isinstance(data, Shareable):
+            return
+        if data.get_header(FedEventHeader.DIRECTION, "out") == "out":
+            data.set_header(FedEventHeader.DIRECTION, "in")
+            if event_type not in self._stopped_events:
+                self._stopped_events.add(event_type)
+                self.log_info(fl_ctx, f"not sent: events {event_type}")
+
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Store a task's weights, or return its result as a release that is charged and on disk."""
         try:
             if self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN:
+                components = fl_ctx.get_engine().get_all_components().values()
+                if not any(isinstance(component, LedgerFilter) for component in components):
+                    raise WsiFlError("privacy.json lacks this filter among its components; name it there too")
                 fl_ctx.set_prop(_BASE_KEY, _copy_base(shareable), private=True, sticky=False)
                 return shareable
             if (code := shareable.get_return_code()) != ReturnCode.OK:
