@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from wsi_fl.privacy.accounting import Mechanism
 from wsi_fl.system.files import append_line, file_lock, read_json, refuse_unavailable, require_regular_file, write_json
@@ -41,6 +41,7 @@ SCORES = "scores"
 
 VERSION = 1
 """Version of the lines that are written; the format is docs/reference/ledger.md."""
+_MIN_SIGMA = 1e-9  # the square of a smaller noise multiplier may be 0
 
 
 class _LedgerLine(BaseModel):
@@ -48,10 +49,17 @@ class _LedgerLine(BaseModel):
 
 
 class _AppliedMechanism(_LedgerLine):
-    sigma: float = Field(ge=0)
+    sigma: float = Field(ge=0, le=1e9)
     clip: float = Field(gt=0)
     sample_rate: float = Field(gt=0, le=1)
-    steps: int = Field(ge=0)
+    steps: int = Field(ge=0, le=10**12)
+
+    @field_validator("sigma")
+    @classmethod
+    def _refuse_tiny(cls, sigma: float) -> float:
+        if 0 < sigma < _MIN_SIGMA:
+            raise ValueError(f"sigma is 0 or at least {_MIN_SIGMA:g}")
+        return sigma
 
     @property
     def mechanism(self) -> Mechanism:
@@ -70,7 +78,7 @@ class _RecordedPlan(_LedgerLine):
 class LedgerEntry(_LedgerLine):
     """One line of a ledger."""
 
-    version: Literal[1] = 1
+    version: int = Field(1, ge=VERSION, le=VERSION)
     time: str = ""
     run: str = Field(min_length=1, max_length=300)  # the run's id, after its folder's name where it has one
     site: str

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import TypedDict
 
-from wsi_fl.privacy.guarantee import RoundHistory
+from wsi_fl.privacy.guarantee import RoundHistory, lifetime_entries
 from wsi_fl.privacy.ledger_file import Guarantee, LedgerEntry, LedgerFile
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
 from wsi_fl.study.account_file import load_account
@@ -37,6 +37,7 @@ class LedgerSpending(TypedDict):
 
     Attributes:
         lines, sha256: its length, and the SHA-256 of the file.
+        runs: those that count; of a real hospital without simulations of another unit.
         heads: files that were compared with it.
         unit, delta: of all lines; null without spending, or where units differ. δ is the smallest.
         epsilon: ε of all lines together; null where none holds.
@@ -67,16 +68,19 @@ def summarize_ledger(path: Path, heads: Sequence[Path] = ()) -> LedgerSpending:
         path, limit, heads = terms.ledger, terms.max_epsilon, [*heads, *(k for k in terms.heads if k.exists())]
     if missing := [file for file in (path, *heads) if not file.is_file()]:
         raise UsageError(f"{missing[0]}: no such file; give a ledger (.jsonl) or an account file (.toml)")
-    entries = LedgerFile(path, heads).entries
+    entries = every_entry = LedgerFile(path, heads).entries
+    real_units = {entry.unit for entry in entries if entry.real and entry.mechanism}
+    if len(real_units) == 1:
+        entries = lifetime_entries(entries, str(real_units.pop()))
     history = RoundHistory(entries)
     delta = min((entry.delta for entry in entries if entry.mechanism and entry.delta), default=None)
     value = None if delta is None else history.compute_epsilon(delta)
     if limit is not None and delta is not None and (inf if value is None else value) > limit:
         raise WsiFlError(f"{path}: holds more than the budget of ε = {limit:g}: {value or 'no ε'} at δ = {delta:g}")
-    runs = {(entry.site, entry.run_id): entry for entry in entries}
+    runs = dict.fromkeys((entry.site, entry.run_id) for entry in entries)
     return {
         "ledger": str(path),
-        "lines": len(entries),
+        "lines": len(every_entry),
         "sha256": file_sha256(path),
         "heads": [str(head) for head in heads],
         "unit": history.units.copy().pop() if len(history.units) == 1 else None,
