@@ -15,7 +15,7 @@ import yaml
 from wsi_fl.hospitals.demo import find_free_port
 
 FILTER = "wsi_fl.hospitals.flare.ledger_filter.LedgerFilter"
-HELLO = '''
+HELLO = """
 import numpy as np
 import nvflare.client as flare
 from nvflare.client.tracking import SummaryWriter
@@ -28,7 +28,7 @@ while flare.is_running():
     metrics = {"weight_mean": float(np.mean(weights))}
     writer.add_scalar(tag="weight_mean", scalar=metrics["weight_mean"], global_step=model.current_round)
     flare.send(flare.FLModel(params={"numpy_key": weights}, metrics=metrics, current_round=model.current_round))
-'''
+"""
 """Training as in FLARE's hello-numpy: it adds 1 to every weight, and sends weights and their mean."""
 
 
@@ -97,7 +97,9 @@ class Poc:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if str(self.kits / name).encode() in words and any(b"worker_process" in w or b"runner_process" in w for w in words):
+            if str(self.kits / name).encode() in words and any(
+                b"worker_process" in w or b"runner_process" in w for w in words
+            ):
                 found.append(int(folder.name))
         return found
 

@@ -68,9 +68,12 @@ def spend(lines):
     if is_bare or not spent or len(units) > 1:
         return None, delta
     mu = sum(m["steps"] / m["sigma"] ** 2 for m in spent if m["steps"]) ** 0.5
-    value, sampled = get_epsilon_gaussian(1 / mu, delta) if mu else 0.0, [m for m in spent if m["sample_rate"] < 1]
+    value, sampled = (
+        get_epsilon_gaussian(1 / mu, delta) if mu else 0.0,
+        [m for m in spent if m["sample_rate"] < 1 and m["steps"]],
+    )
     accountant = RdpAccountant([*(1 + k / 10 for k in range(1, 100)), *range(12, 64)])
-    for m in spent if sampled else ():
+    for m in (m for m in spent if sampled and m["steps"]):
         accountant.compose(PoissonSampledDpEvent(m["sample_rate"], GaussianDpEvent(m["sigma"])), m["steps"])
     value = min(value, accountant.get_epsilon(delta)) if sampled else value
     return (value if value <= 100 else None), delta

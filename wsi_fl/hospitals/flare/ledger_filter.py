@@ -161,7 +161,7 @@ class LedgerFilter(Filter):  # type: ignore[misc]
         if unit != self._terms.unit or (unit == "patient" and not is_difference):
             raise WsiFlError(
                 f"{self._account_path.name} protects the unit {self._terms.unit!r}, and this job's result "
-                f"({dxo.data_kind}, {unit!r}) does not keep it; a job that does sends WEIGHT_DIFF with a row for each "
+                f"({_name_kind(dxo)}, {unit!r}) does not keep it; a job that does sends WEIGHT_DIFF with a row for each "
                 f'patient and the meta {UNIT_KEY} = "patient"'
             )
         rows = flatten_update(base.arrays, dxo.data, is_difference=is_difference, per_patient=unit == "patient")
@@ -183,8 +183,12 @@ def _read_dxo(shareable: Shareable, what: str, kinds: tuple[str, ...]) -> DXO:
         raise WsiFlError(f"this {what} is no model: only jobs that send weights, or their difference, pass")
     dxo = from_shareable(shareable)
     if dxo.data_kind not in kinds:
-        raise WsiFlError(f"this {what} is {dxo.data_kind}, and only {' and '.join(kinds)} pass")
+        raise WsiFlError(f"this {what} is {_name_kind(dxo)}, and only {' and '.join(kinds)} pass")
     return dxo
+
+
+def _name_kind(dxo: DXO) -> str:
+    return str(getattr(dxo.data_kind, "value", dxo.data_kind))
 
 
 def _price_meta(release: UpdateRelease, terms: UpdateTerms) -> dict[str, Any]:
