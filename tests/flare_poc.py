@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from zipfile import ZipFile
 
 import yaml
 
@@ -44,7 +45,9 @@ class Poc:
     def __init__(self, root: Path, accounts: dict[str, str]) -> None:
         from nvflare.tool.poc.poc_commands import prepare_poc_provision
 
-        self.root, self.sites, self.processes = root, list(accounts), {}
+        self.root, self.sites, self.processes, self.shift_days = root, list(accounts), {}, 0
+        (root / "clock").mkdir()
+        (root / "clock" / "sitecustomize.py").write_text(_CLOCK)
         project = yaml.safe_load(_PROJECT.format(port=find_free_port()))
         project["participants"] += [{"name": site, "org": "nvidia", "type": "client"} for site in accounts]
         (root / "project.yml").write_text(yaml.safe_dump(project))
@@ -73,6 +76,8 @@ class Poc:
             command += ["-m", str(self.kits / name), "-s", f"fed_{role}.json", "--set", "secure_train=true"]
             command += ["org=nvidia", "config_folder=config", *([] if name == "server" else [f"uid={name}"])]
             env = os.environ | {"XDG_STATE_HOME": str(self.root / "state" / name), "OMP_NUM_THREADS": "1"}
+            if self.shift_days:
+                env |= {"PYTHONPATH": str(self.root / "clock"), "SHIFT_DAYS": str(self.shift_days)}
             with (self.root / f"{name}.log").open("a") as log:
                 self.processes[name] = subprocess.Popen(
                     command, stdout=log, stderr=log, env=env, cwd=self.kits / name, start_new_session=True
@@ -83,10 +88,8 @@ class Poc:
         for name in names:
             process = self.processes.pop(name)
             for pid in [process.pid, *self.job_processes(name)]:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, 9)
-                except ProcessLookupError:
-                    pass
             process.wait()
 
     def job_processes(self, name: str) -> list[int]:
@@ -163,9 +166,30 @@ class Poc:
                 time.sleep(1)
         return status
 
+    def round_metrics(self, job: str) -> list[dict]:
+        """Return the metrics of each round that FLARE's server wrote for a job."""
+        with ZipFile(self.root / "poc" / "jobs-storage" / job / "workspace") as archive:
+            names = [name for name in archive.namelist() if name.endswith("round_metrics.jsonl")]
+            return [json.loads(line) for name in names for line in archive.read(name).decode().splitlines()]
+
     def log(self, name: str) -> str:
         return (self.root / f"{name}.log").read_text()
 
+
+_CLOCK = """
+import datetime, os
+import wsi_fl.privacy.ledger as ledger
+
+
+class Later(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.datetime.now(tz) + datetime.timedelta(days=int(os.environ["SHIFT_DAYS"]))
+
+
+ledger.datetime = Later
+"""
+"""Moves the clock of a site's ledger; `datetime` in its module is the only clock that a ledger reads."""
 
 _PROJECT = """
 api_version: 3

@@ -186,7 +186,7 @@ class RoundHistory:
             self.rounds.append(current)
             self.last_round = max(self.last_round, entry.round)
         if entry.mechanism is not None:
-            self._charge_round(current, entry.mechanism.mechanism)
+            self._charge_round(current, entry.mechanism.gaussian_mechanism)
         if entry.released:
             kind, _, digest = entry.released.partition(" ")
             current.releases[kind] = digest
@@ -237,7 +237,7 @@ class RoundHistory:
     def epsilon_with(self, entry: LedgerEntry, delta: float) -> float:
         """Return ε at a δ once a further line, with a mechanism, has been added."""
         assert entry.mechanism is not None
-        replaced, mechanism = self._find_replaced(entry), entry.mechanism.mechanism
+        replaced, mechanism = self._find_replaced(entry), entry.mechanism.gaussian_mechanism
         if replaced is None:
             later = [*_list_mechanisms(self.rounds[-1:]), mechanism]
         elif replaced is self.rounds[-1]:

@@ -62,7 +62,7 @@ class _AppliedMechanism(_LedgerLine):
         return sigma
 
     @property
-    def mechanism(self) -> Mechanism:
+    def gaussian_mechanism(self) -> Mechanism:
         """The mechanism for the accountant."""
         return Mechanism(self.sigma, self.clip, self.sample_rate, self.steps)
 

@@ -1,8 +1,8 @@
 """Release of model updates under differential privacy, charged to a hospital's own ledger: for any federation.
 
 An update is what training changed: weights minus the weights that it began with. It is clipped, noise of the cipher is
-added, and its cost is on the ledger's disk before `UpdateAccount.release` returns it. It knows arrays alone, so an
-adapter to a federation's software only has to find them (`hospitals.flare.ledger_filter` for NVIDIA FLARE).
+added, and its cost is on the ledger's disk before `UpdateAccount.release_update` returns it. Only arrays are known
+here; an adapter finds them in a federation's software (`hospitals.flare.ledger_filter` for NVIDIA FLARE).
 
 The guarantee is void where a row depends on several patients though the unit is the patient, where the update reaches
 others on another way as well, or where two accounts are kept for the same patients.
@@ -61,7 +61,7 @@ class UpdateTerms:
     heads: Sequence[Path] = ()
 
     @property
-    def mechanism(self) -> Mechanism:
+    def release_mechanism(self) -> Mechanism:
         """The mechanism of one release."""
         return Mechanism(self.sigma, self.clip, 1.0, 1)
 
@@ -143,7 +143,7 @@ class UpdateAccount:
             references={"task": task},
         )
 
-    def release(self, rows: NDArray[np.float64], *, job: str, task: str) -> UpdateRelease:
+    def release_update(self, rows: NDArray[np.float64], *, job: str, task: str) -> UpdateRelease:
         """Return the release of a job's task, charged and on disk.
 
         Args:
@@ -155,32 +155,32 @@ class UpdateAccount:
             BudgetSpent: when the budget, or the job's number of rounds, does not allow it. Nothing was charged.
         """
         ledger, rounds = self._open_ledger(job, task), self.terms.rounds
-        if (stored := self._find_stored(ledger, task)) is not None:
+        if (stored := self._find_copy(ledger, task)) is not None:
             number, values = stored
-            return self._describe(ledger, ledger.release_again(number, values, schema=_CONTENT), is_repeat=True)
+            return self._describe_price(ledger, ledger.release_again(number, values, schema=_CONTENT), is_repeat=True)
         if rounds is not None and ledger.last_final_round() >= rounds:
             raise BudgetSpent(f"site {self.terms.site}: job {job} has had its {rounds} rounds")
-        mechanism, values = self.terms.mechanism, privatize_update(rows, self.terms)
+        mechanism, values = self.terms.release_mechanism, privatize_update(rows, self.terms)
         release = ledger.release(None, values, schema=_CONTENT, mechanism=mechanism, content=_CONTENT)
-        write_bytes(self._stored_path, release.vector.tobytes())
+        write_bytes(self._copy_path, release.vector.tobytes())
         ledger.record_transmission(release.round, release.digest)
-        return self._describe(ledger, release, is_repeat=False)
+        return self._describe_price(ledger, release, is_repeat=False)
 
     @property
-    def _stored_path(self) -> Path:
+    def _copy_path(self) -> Path:
         return self.terms.ledger.with_suffix(".last")
 
-    def _find_stored(self, ledger: PrivacyLedger, task: str) -> tuple[int, NDArray[np.float32]] | None:
+    def _find_copy(self, ledger: PrivacyLedger, task: str) -> tuple[int, NDArray[np.float32]] | None:
         """Return the number and bytes of the job's last release, if it is this task's and they are still stored."""
         charges = [entry for entry in ledger.entries_of_run(ledger.run) if entry.released]
-        if not charges or charges[-1].task != task or not self._stored_path.exists():
+        if not charges or charges[-1].task != task or not self._copy_path.exists():
             return None
-        content = self._stored_path.read_bytes()
+        content = self._copy_path.read_bytes()
         if hashlib.sha256(content).hexdigest() != str(charges[-1].released).split()[-1]:
             return None
         return charges[-1].round, np.frombuffer(content, "<f4").astype(np.float32, copy=False)
 
-    def _describe(self, ledger: PrivacyLedger, release: Release, *, is_repeat: bool) -> UpdateRelease:
+    def _describe_price(self, ledger: PrivacyLedger, release: Release, *, is_repeat: bool) -> UpdateRelease:
         spent, lifetime_epsilon = ledger.list_mechanisms(), ledger.epsilon(lifetime=True)
         epsilon = ledger.epsilon()
         assert epsilon is not None and lifetime_epsilon is not None and release.vector.dtype == np.float32

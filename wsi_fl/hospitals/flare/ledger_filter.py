@@ -1,8 +1,8 @@
 """Filter for any job of NVIDIA FLARE: what it sends is clipped, noised, and charged to the hospital's own ledger.
 
-It belongs into the site's `local/privacy.json` three times. As task data filter it stores the weights that a task
-begins with, as task result filter it releases what training changed, and as component it stops the job's events, such
-as its metrics, which pass no filter. See docs/how-to/other-federations.md. The names of this module and its class are in files
+A site's `local/privacy.json` names it three times. As task data filter it stores the weights that a task begins with,
+as task result filter it releases what training changed, and as component it stops the job's events, such as its
+metrics, which pass no filter. See docs/how-to/other-federations.md. The names of this module and its class are in files
 at hospitals; keep them.
 """
 
@@ -121,7 +121,7 @@ class LedgerFilter(Filter):  # type: ignore[misc]
         self._stopped_events: set[str] = set()
 
     @cached_property
-    def _terms(self) -> UpdateTerms:
+    def _account_terms(self) -> UpdateTerms:
         return load_account(self._account_path)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -158,32 +158,32 @@ class LedgerFilter(Filter):  # type: ignore[misc]
             raise WsiFlError("privacy.json lacks this filter among the task data filters; name it there too")
         dxo = _read_dxo(result, "result", (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF))
         unit, is_difference = dxo.get_meta_prop(UNIT_KEY, "site"), dxo.data_kind == DataKind.WEIGHT_DIFF
-        if unit != self._terms.unit or (unit == "patient" and not is_difference):
+        if unit != self._account_terms.unit or (unit == "patient" and not is_difference):
             raise WsiFlError(
-                f"{self._account_path.name} protects the unit {self._terms.unit!r}, and this job's result "
-                f"({_name_kind(dxo)}, {unit!r}) does not keep it; a job that does sends WEIGHT_DIFF with a row for each "
-                f'patient and the meta {UNIT_KEY} = "patient"'
+                f"{self._account_path.name} protects the unit {self._account_terms.unit!r}, and this job's result "
+                f"({_name_kind(dxo)}, {unit!r}) does not keep it; for patients a job sends WEIGHT_DIFF with a row for "
+                f'each and the meta {UNIT_KEY} = "patient"'
             )
         rows = flatten_update(base.arrays, dxo.data, is_difference=is_difference, per_patient=unit == "patient")
         job, task_id = fl_ctx.get_job_id(), fl_ctx.get_prop(FLContextKey.TASK_ID)
-        release = UpdateAccount(self._terms).release(rows, job=str(job), task=str(task_id))
-        self.log_info(fl_ctx, describe_release(release, self._terms))
+        release = UpdateAccount(self._account_terms).release_update(rows, job=str(job), task=str(task_id))
+        self.log_info(fl_ctx, describe_release(release, self._account_terms))
         if dropped := _list_dropped(result, dxo, base.arrays):
             self.log_info(fl_ctx, f"not sent: {', '.join(dropped)}")
         sent: dict[str, Any] = dict(restore_update(base.arrays, release.values, is_difference=is_difference))
         sent |= {name: like.new_tensor(sent[name]) for name, like in base.prototypes.items()}
-        answer = DXO(dxo.data_kind, sent, _price_meta(release, self._terms)).to_shareable()
+        answer = DXO(dxo.data_kind, sent, _price_meta(release, self._account_terms)).to_shareable()
         for key, value in base.headers.items():
             answer.set_header(key, value)
         return answer
 
 
-def _read_dxo(shareable: Shareable, what: str, kinds: tuple[str, ...]) -> DXO:
+def _read_dxo(shareable: Shareable, label: str, kinds: tuple[str, ...]) -> DXO:
     if shareable.get_header(ReservedHeaderKey.CONTENT_TYPE) != "DXO":
-        raise WsiFlError(f"this {what} is no model: only jobs that send weights, or their difference, pass")
+        raise WsiFlError(f"this {label} is no model: only jobs that send weights, or their difference, pass")
     dxo = from_shareable(shareable)
     if dxo.data_kind not in kinds:
-        raise WsiFlError(f"this {what} is {_name_kind(dxo)}, and only {' and '.join(kinds)} pass")
+        raise WsiFlError(f"this {label} is {_name_kind(dxo)}, and only {' and '.join(kinds)} pass")
     return dxo
 
 
@@ -199,7 +199,7 @@ def _price_meta(release: UpdateRelease, terms: UpdateTerms) -> dict[str, Any]:
         "patient_epsilon": release.patient_epsilon,
         "delta": terms.delta,
         "unit": terms.unit,
-        **asdict(terms.mechanism),
+        **asdict(terms.release_mechanism),
     }
     return {METRICS_KEY: price, MetaKey.INITIAL_METRICS: {"epsilon": release.epsilon}}
 
