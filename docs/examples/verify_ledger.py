@@ -17,6 +17,7 @@ KINDS = {
     "sigma clip sample_rate delta": (int, float),
 }
 TYPES = {key: kind for keys, kind in KINDS.items() for key in keys.split()}
+ORDERS = [*(1 + k / 10 for k in range(1, 100)), *range(12, 64)]
 NULLABLE = ("mechanism", "delta", "unit", "released", "relayed")
 
 
@@ -67,15 +68,12 @@ def spend(lines):
     is_bare = bare or any(k.get("insecure") for k in paid) or any(m["steps"] and not m["sigma"] for m in spent)
     if is_bare or not spent or len(units) > 1:
         return None, delta
-    mu = sum(m["steps"] / m["sigma"] ** 2 for m in spent if m["steps"]) ** 0.5
-    value, sampled = (
-        get_epsilon_gaussian(1 / mu, delta) if mu else 0.0,
-        [m for m in spent if m["sample_rate"] < 1 and m["steps"]],
-    )
-    accountant = RdpAccountant([*(1 + k / 10 for k in range(1, 100)), *range(12, 64)])
-    for m in (m for m in spent if sampled and m["steps"]):
+    spent = [m for m in spent if m["steps"]]
+    mu = sum(m["steps"] / m["sigma"] ** 2 for m in spent) ** 0.5
+    value, accountant = get_epsilon_gaussian(1 / mu, delta) if mu else 0.0, RdpAccountant(ORDERS)
+    for m in spent:
         accountant.compose(PoissonSampledDpEvent(m["sample_rate"], GaussianDpEvent(m["sigma"])), m["steps"])
-    value = min(value, accountant.get_epsilon(delta)) if sampled else value
+    value = min(value, accountant.get_epsilon(delta)) if any(m["sample_rate"] < 1 for m in spent) else value
     return (value if value <= 100 else None), delta
 
 

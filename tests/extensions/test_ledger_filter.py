@@ -18,6 +18,8 @@ pytest.importorskip("nvflare")
 from crash_release import make_context, pass_filter
 from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.filter import ContentBlockedException, FilterChainType, FilterContextKey
+from nvflare.apis.fl_constant import EventScope, FedEventHeader, FLContextKey
+from nvflare.apis.shareable import Shareable, make_reply
 
 from wsi_fl.hospitals.flare.ledger_filter import LedgerFilter
 
@@ -253,6 +255,10 @@ def test_a_result_that_does_not_fit_its_task_is_refused(account, result, words):
 
 def test_only_models_pass(account):
     blocked(account, "this result is METRICS", result={"accuracy": 0.7}, kind=DataKind.METRICS)
+    ledger_filter = LedgerFilter(str(account))
+    ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, FilterChainType.TASK_DATA_CHAIN)
+    with pytest.raises(ContentBlockedException, match="this task is no model"):  # as of swarm learning's first task
+        ledger_filter.process(Shareable({"config": {}}), make_context(ledger_filter, "job-a", "t1"))
     blocked(account, "no floating-point tensors", base={"count": np.int64(1)}, result={"count": np.int64(1)})
 
 
@@ -267,8 +273,6 @@ def test_a_filter_that_is_named_at_one_place_alone_lets_nothing_pass(account):
 
 
 def test_a_failed_task_leaves_as_its_code_alone(account):
-    from nvflare.apis.shareable import make_reply
-
     _, ledger_filter = pass_filter(account, BASE, trained())
     ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, FilterChainType.TASK_RESULT_CHAIN)
     reply = make_reply("EXECUTION_EXCEPTION", {"said": "patient 17"})
@@ -278,9 +282,6 @@ def test_a_failed_task_leaves_as_its_code_alone(account):
 
 
 def test_events_of_a_job_do_not_leave(account):
-    from nvflare.apis.fl_constant import EventScope, FedEventHeader, FLContextKey
-    from nvflare.apis.shareable import Shareable
-
     _, ledger_filter = pass_filter(account, BASE, trained())
     for scope, stopped in ((EventScope.LOCAL, False), (EventScope.FEDERATION, True)):
         context, event = make_context(ledger_filter, "job-a", "t1"), Shareable({"weight_mean": 0.3})

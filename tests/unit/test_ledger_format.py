@@ -3,10 +3,14 @@
 import ast
 import importlib.util
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from wsi_fl.__main__ import main
+from wsi_fl.cli.main import app
 from wsi_fl.stages.site.ledger_report import summarize_ledger
 from wsi_fl.types import WsiFlError
 
@@ -42,7 +46,7 @@ def test_both_verifiers_refuse_a_ledger_that_was_tampered_with(name, verifier):
     path, heads = files_of(name)
     with pytest.raises(WsiFlError):
         summarize_ledger(path, heads)
-    with pytest.raises(ValueError, match="line|ledger"):
+    with pytest.raises(ValueError, match=r"a line breaks|not the ledger"):
         verifier.read(path, heads)
 
 
@@ -57,3 +61,19 @@ def test_the_verifier_has_fifty_lines_and_nothing_of_wsi_fl():
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     assert sum(node.end_lineno - node.lineno + 1 for node in functions) <= 50
     assert "wsi_fl" not in text
+
+
+def test_the_commands_show_and_verify_a_ledger(capsys, monkeypatch):
+    path, tampered = VECTORS / "02-two-jobs.jsonl", VECTORS / "11-changed-number.jsonl"
+    said = CliRunner().invoke(app, ["ledger", "show", str(path), "--json"])
+    document = json.loads(said.stdout)
+    assert [(run["run"], run["rounds"]) for run in document["runs"]] == [("job-a", 2), ("job-b", 2)]
+    assert (document["lines"], document["unit"], document["guarantee"]) == (8, "site", "guaranteed")
+    assert document["sha256"] == sha256(path.read_bytes()).hexdigest()
+    for command, file, code in (("verify", path, 0), ("verify", tampered, 1), ("show", VECTORS / "none.jsonl", 2)):
+        monkeypatch.setattr("sys.argv", ["wsi-fl", "ledger", command, str(file)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert (ended.value.code or 0) == code
+        lines = [line for line in capsys.readouterr().err.splitlines() if line]
+        assert ("each fits those before it" in lines[0]) if code == 0 else (len(lines) == 1 and str(file) in lines[0])

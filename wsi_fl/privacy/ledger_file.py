@@ -41,7 +41,6 @@ SCORES = "scores"
 
 VERSION = 1
 """Version of the lines that are written; the format is docs/reference/ledger.md."""
-_MIN_SIGMA = 1e-9  # the square of a smaller noise multiplier may be 0
 
 
 class _LedgerLine(BaseModel):
@@ -57,8 +56,8 @@ class _AppliedMechanism(_LedgerLine):
     @field_validator("sigma")
     @classmethod
     def _refuse_tiny(cls, sigma: float) -> float:
-        if 0 < sigma < _MIN_SIGMA:
-            raise ValueError(f"sigma is 0 or at least {_MIN_SIGMA:g}")
+        if 0 < sigma < 1e-9:  # its square may be 0
+            raise ValueError("is 0 or at least 1e-9")
         return sigma
 
     @property

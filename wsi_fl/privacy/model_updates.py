@@ -127,21 +127,10 @@ class UpdateAccount:
         self.terms = terms
 
     def _open_ledger(self, job: str, task: str) -> PrivacyLedger:
-        terms = PrivacyTerms(
-            delta=self.terms.delta,
-            max_epsilon=self.terms.max_epsilon,
-            lifetime=True,
-            guarantee="guaranteed",
-            unit=self.terms.unit,
-        )
-        return PrivacyLedger(
-            self.terms.ledger,
-            site=self.terms.site,
-            run=job,
-            terms=terms,
-            heads=self.terms.heads,
-            references={"task": task},
-        )
+        site, delta, limit = self.terms.site, self.terms.delta, self.terms.max_epsilon
+        terms = PrivacyTerms(delta, limit, lifetime=True, guarantee="guaranteed", unit=self.terms.unit)
+        path, heads, references = self.terms.ledger, self.terms.heads, {"task": task}
+        return PrivacyLedger(path, site=site, run=job, terms=terms, heads=heads, references=references)
 
     def release_update(self, rows: NDArray[np.float64], *, job: str, task: str) -> UpdateRelease:
         """Return the release of a job's task, charged and on disk.
@@ -162,7 +151,7 @@ class UpdateAccount:
             raise BudgetSpent(f"site {self.terms.site}: job {job} has had its {rounds} rounds")
         mechanism, values = self.terms.release_mechanism, privatize_update(rows, self.terms)
         release = ledger.release(None, values, schema=_CONTENT, mechanism=mechanism, content=_CONTENT)
-        write_bytes(self._copy_path, release.vector.tobytes())
+        write_bytes(self._copy_path, release.vector.astype("<f4").tobytes())
         ledger.record_transmission(release.round, release.digest)
         return self._describe_price(ledger, release, is_repeat=False)
 
@@ -183,11 +172,11 @@ class UpdateAccount:
     def _describe_price(self, ledger: PrivacyLedger, release: Release, *, is_repeat: bool) -> UpdateRelease:
         spent, lifetime_epsilon = ledger.list_mechanisms(), ledger.epsilon(lifetime=True)
         epsilon = ledger.epsilon()
-        assert epsilon is not None and lifetime_epsilon is not None and release.vector.dtype == np.float32
+        assert epsilon is not None and lifetime_epsilon is not None
         # a patient can turn a site's clipped update around, and so counts as two units of it
         of_patient = [replace(k, sigma=k.sigma / 2) for k in spent] if self.terms.unit == "site" else spent
         return UpdateRelease(
-            values=release.vector,
+            values=release.vector.astype(np.float32, copy=False),
             number=release.round,
             epsilon=epsilon,
             lifetime_epsilon=lifetime_epsilon,

@@ -68,15 +68,6 @@ def load_account(path: Path) -> UpdateTerms:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file; write the account of this hospital there") from None
     sigma = file.sigma or find_sigma(file.target_epsilon or 0.0, 1.0, file.rounds or 1, file.delta)
-    return UpdateTerms(
-        site=file.name,
-        ledger=path.parent / file.ledger,
-        unit=file.unit,
-        n=file.n,
-        clip=file.clip,
-        sigma=sigma,
-        delta=file.delta,
-        max_epsilon=file.max_epsilon,
-        rounds=file.rounds,
-        heads=(path.with_suffix(".head.json"), user_head_path(file.name)),
-    )
+    heads = (path.with_suffix(".head.json"), user_head_path(file.name))
+    same = file.model_dump(include={"unit", "n", "clip", "delta", "max_epsilon", "rounds"})
+    return UpdateTerms(site=file.name, ledger=path.parent / file.ledger, sigma=sigma, heads=heads, **same)

@@ -68,7 +68,8 @@ def summarize_ledger(path: Path, heads: Sequence[Path] = ()) -> LedgerSpending:
         path, limit, heads = terms.ledger, terms.max_epsilon, [*heads, *(k for k in terms.heads if k.exists())]
     if missing := [file for file in (path, *heads) if not file.is_file()]:
         raise UsageError(f"{missing[0]}: no such file; give a ledger (.jsonl) or an account file (.toml)")
-    entries = every_entry = LedgerFile(path, heads).entries
+    entries = LedgerFile(path, heads).entries
+    n_lines = len(entries)
     real_units = {entry.unit for entry in entries if entry.real and entry.mechanism}
     if len(real_units) == 1:
         entries = lifetime_entries(entries, str(real_units.pop()))
@@ -80,10 +81,10 @@ def summarize_ledger(path: Path, heads: Sequence[Path] = ()) -> LedgerSpending:
     runs = dict.fromkeys((entry.site, entry.run_id) for entry in entries)
     return {
         "ledger": str(path),
-        "lines": len(every_entry),
+        "lines": n_lines,
         "sha256": file_sha256(path),
         "heads": [str(head) for head in heads],
-        "unit": history.units.copy().pop() if len(history.units) == 1 else None,
+        "unit": next(iter(history.units)) if len(history.units) == 1 else None,
         "delta": delta,
         "epsilon": value,
         "guarantee": history.weakest_guarantee() if entries else "none",
