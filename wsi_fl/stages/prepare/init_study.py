@@ -11,6 +11,7 @@ from typing import NotRequired, TypedDict
 import tomli_w
 
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites, list_test_slides
+from wsi_fl.slides.layouts.idc import TABLE, describe_series, lacks_table
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study, find_shipped_folder
@@ -62,6 +63,8 @@ class _ArchiveContents:
     columns: Mapping[str, str]
     subtypes: Mapping[str, Sequence[str]]
     notes: list[str]
+    table: str = ""
+    """Text of the study's table of slides, where the archive has none."""
 
 
 class _InitDocument(TypedDict):
@@ -122,7 +125,7 @@ def init_study(
     else:
         sites = {name: _render_settings({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
-    _write_study(folder, pipelines, sites)
+    _write_study(folder, pipelines, sites, contents.table if contents else "")
     slides = {site.name: site.n_slides for site in contents.sites} if contents else dict.fromkeys(names, 0)
     document: _InitDocument = {
         "study": str(folder),
@@ -148,9 +151,11 @@ def _adapt_pipeline(name: str, text: str, contents: _ArchiveContents) -> str:
     return text + ("\n" + tomli_w.dumps({"subtypes": contents.subtypes}) if contents.subtypes else "")
 
 
-def _write_study(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str]) -> None:
+def _write_study(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str], table: str) -> None:
     unfinished = folder / "sites.unfinished"
     unfinished.mkdir(parents=True, exist_ok=True)
+    if table and not (folder / TABLE).exists():
+        write_text(folder / TABLE, table)
     for name, text in sorted(pipelines.items()):
         target = folder / "pipelines" / f"{name}.toml"
         if not target.exists():
@@ -172,6 +177,8 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, pipeline:
     For a pipeline that needs labels of whole slides these are only the sites with diagnoses, and there are the
     diagnoses of those that the pipeline selects.
     """
+    if tables == ArchiveTables() and lacks_table(archive, layout):
+        return _survey_series(archive.resolve(), pipeline)
     archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
     notes = []
     if unknown := sorted(code for site in archive_sites for code in site.unknown_codes):
@@ -210,6 +217,18 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, pipeline:
         raise UsageError(f"{archive}: {NO_CHOICE} ({kinds}); other types are a column: --column tumor_type=NAME")
     notes += _describe_unscored(records, subtypes)
     return _ArchiveContents(layout, labelled_sites, columns, subtypes, notes)
+
+
+def _survey_series(archive: Path, pipeline: str | None) -> _ArchiveContents:
+    """Return the sites of series without a table of slides, and that table without labels."""
+    if pipeline is not None:
+        raise UsageError(
+            f"{archive}: {pipeline} needs diagnoses; make a study with --pipeline worth_joining, copy its slides.csv "
+            f"to {archive}, fill in the columns label and diagnosis there, and repeat this command"
+        )
+    sites, table, notes = describe_series(archive)
+    notes.append("slides.csv: made from the headers of their files; fill in its column label before the next command")
+    return _ArchiveContents("generic", sites, {}, {}, notes, table)
 
 
 def _describe_unscored(records: Sequence[SlideRecord], subtypes: Mapping[str, Sequence[str]]) -> list[str]:
