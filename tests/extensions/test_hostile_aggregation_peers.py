@@ -54,7 +54,7 @@ def test_restarts_of_a_lying_peer_cost_no_more_than_was_approved(tmp_path, spoil
     for site in HONEST:
         first, second = group.charges(site).values()
         assert (len(first), len(second)) == (MAX_ATTEMPTS, 1)
-        one = first[0].mechanism.mechanism
+        one = first[0].mechanism.gaussian_mechanism
         spent, approved = (
             epsilon(collect_mechanisms([*first, *second]), 1e-5),
             epsilon([one] * 2 * MAX_ATTEMPTS, 1e-5),

@@ -34,6 +34,17 @@ def test_the_tables_of_replay_are_those_of_its_rows():
     assert pages.fill_page(page, tables) == page, "python studies/synthesis.py show --page studies/SYNTHESIS.md"
 
 
+def test_the_table_of_the_ledgers_filter_is_that_of_its_rows():
+    pytest.importorskip("nvflare")
+    import ledger_filter
+
+    page = (STUDIES.parent / "docs" / "how-to" / "other-federations.md").read_text("utf-8")
+    tables = ledger_filter.render_tables(pages.read_rows(ledger_filter.ROWS))
+    assert pages.fill_page(page, tables) == page, (
+        "python studies/ledger_filter.py show --page docs/how-to/other-federations.md"
+    )
+
+
 def test_the_tables_of_proxyfl_are_those_of_its_rows():
     page = (STUDIES / "REPRODUCE.md").read_text("utf-8")
     tables = reproduce_tables.render_tables(reproduce.read_rows())

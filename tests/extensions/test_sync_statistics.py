@@ -24,9 +24,8 @@ from wsi_fl.hospitals.work.client import LAST, take_part
 from wsi_fl.oneshot import sync_statistics
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.oneshot.released_statistics import encode_file
-from wsi_fl.privacy.ledger_file import digest_values
+from wsi_fl.privacy.ledger_file import digest_values, user_head_path
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.site.site_ledger import user_head_path
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines

@@ -15,7 +15,7 @@ from conftest import refused
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, PrivacyTerms
-from wsi_fl.stages.site.site_ledger import user_head_path
+from wsi_fl.privacy.ledger_file import user_head_path
 from wsi_fl.types import WsiFlError
 
 DELTA, LIMIT, TRIES = 1e-5, 3.0, 100

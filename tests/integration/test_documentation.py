@@ -18,6 +18,7 @@ from wsi_fl.hospitals.plans.build_plan import PlanDocument
 from wsi_fl.stages.prepare.check_stores import _CheckDocument, _SiteCheck
 from wsi_fl.stages.prepare.init_study import _InitDocument
 from wsi_fl.stages.prepare.slide_lists import BagsDocument, BagsRow
+from wsi_fl.stages.site.ledger_report import LedgerSpending, RunSpending
 from wsi_fl.stages.training.plan_dry_run import PlanDryRun
 from wsi_fl.stages.training.run_cost import _RunCost, _SiteCost
 from wsi_fl.stages.training.summary import Summary, SummaryRow
@@ -205,6 +206,7 @@ def test_the_parser_of_pages_finds_commands_and_refuses_what_does_not_exist():
         ("`train --dry-run`", (_SiteCost, _RunCost)),
         ("`train --dry-run --plan`", (PlanDryRun,)),
         ("`federation plan` (the file of a plan)", (PlanDocument,)),
+        ("`ledger show`, `ledger verify`", (LedgerSpending, RunSpending)),
     ],
 )
 def test_the_keys_of_json_documents_exist(commands, kinds):

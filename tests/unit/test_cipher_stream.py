@@ -117,8 +117,9 @@ def test_uniform_numbers_are_uniform_to_the_last_bit():
     assert chisquare(np.bincount(last.astype(int), minlength=256)).pvalue > SURE
 
 
-def test_normal_numbers_have_the_distribution_of_scipy():
-    drawn = CipherStream.from_seed(2).normal(2**21)
+@pytest.mark.parametrize("draw", [CipherStream.normal, CipherStream.draw_normal])
+def test_normal_numbers_have_the_distribution_of_scipy(draw):
+    drawn = draw(CipherStream.from_seed(2), 2**21)
     assert drawn.dtype == np.float64
     assert kstest(drawn, "norm").pvalue > SURE
     spread = 1 / sqrt(len(drawn))
@@ -126,9 +127,10 @@ def test_normal_numbers_have_the_distribution_of_scipy():
         assert (drawn**power).mean() == pytest.approx(moment, abs=5 * sqrt(width) * spread), power
 
 
-def test_normal_numbers_are_on_no_grid():
+@pytest.mark.parametrize("draw", [CipherStream.normal, CipherStream.draw_normal])
+def test_normal_numbers_are_on_no_grid(draw):
     """Bits far behind the point are as likely 0 as 1, and no two numbers agree."""
-    drawn = CipherStream.from_seed(7).normal(2**19)
+    drawn = draw(CipherStream.from_seed(7), 2**19)
     assert len(np.unique(drawn)) == len(drawn)
     middle = drawn[(np.abs(drawn) > 0.5) & (np.abs(drawn) < 1)]
     low = (np.abs(middle) * 2**53).astype(np.int64) & 63

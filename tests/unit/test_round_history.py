@@ -71,7 +71,7 @@ def collect_from_all_lines(entries):
             current = latest[key] = LedgerRound(*key, entry.round)
             rounds.append(current)
         if entry.mechanism:
-            current.mechanism = entry.mechanism.mechanism
+            current.mechanism = entry.mechanism.gaussian_mechanism
         if entry.released:
             current.releases |= [entry.released.split()]
     return rounds

@@ -186,7 +186,7 @@ class RoundHistory:
             self.rounds.append(current)
             self.last_round = max(self.last_round, entry.round)
         if entry.mechanism is not None:
-            self._charge_round(current, entry.mechanism.mechanism)
+            self._charge_round(current, entry.mechanism.gaussian_mechanism)
         if entry.released:
             kind, _, digest = entry.released.partition(" ")
             current.releases[kind] = digest
@@ -237,7 +237,7 @@ class RoundHistory:
     def epsilon_with(self, entry: LedgerEntry, delta: float) -> float:
         """Return ε at a δ once a further line, with a mechanism, has been added."""
         assert entry.mechanism is not None
-        replaced, mechanism = self._find_replaced(entry), entry.mechanism.mechanism
+        replaced, mechanism = self._find_replaced(entry), entry.mechanism.gaussian_mechanism
         if replaced is None:
             later = [*_list_mechanisms(self.rounds[-1:]), mechanism]
         elif replaced is self.rounds[-1]:
@@ -272,6 +272,23 @@ def collect_mechanisms(entries: Iterable[LedgerEntry]) -> list[Mechanism]:
 def reportable_max_tpr(guarantee: str, spent: Sequence[Mechanism]) -> float | None:
     """Return the largest true positive rate at a false positive rate of 1 %; None without a guarantee."""
     return max_tpr(spent) if spent and guarantee in ("guaranteed", "shared") else None
+
+
+def describe_detection(rate: float, unit: str) -> str:
+    """Return the meaning of ε as rates of the most powerful membership test.
+
+    Args:
+        rate: the largest true positive rate of a test with a false positive rate of 0.01.
+        unit: the privacy unit.
+
+    Example:
+        >>> describe_detection(0.0198, "patient").split(", ")[1]
+        'an attacker with all releases and all other data identifies at most 2.0'
+    """
+    return (
+        f"of 100 {unit}s in it, an attacker with all releases and all other data identifies at most "
+        f"{100 * rate:.1f}, at a false positive rate of 1 %"
+    )
 
 
 def lifetime_entries(entries: Iterable[LedgerEntry], unit: str) -> list[LedgerEntry]:

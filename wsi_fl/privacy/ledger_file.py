@@ -19,11 +19,11 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from wsi_fl.privacy.accounting import Mechanism
 from wsi_fl.system.files import append_line, file_lock, read_json, refuse_unavailable, require_regular_file, write_json
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UsageError, WsiFlError
 
 Guarantee = Literal["guaranteed", "shared", "nominal", "none"]
 """Guarantee level of an ε.
@@ -39,18 +39,29 @@ SCORES = "scores"
 """Content computed from test patients and earlier releases alone: the scores of releases."""
 
 
+VERSION = 1
+"""Version of the lines that are written; the format is docs/reference/ledger.md."""
+
+
 class _LedgerLine(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class _AppliedMechanism(_LedgerLine):
-    sigma: float = Field(ge=0)
+    sigma: float = Field(ge=0, le=1e9)
     clip: float = Field(gt=0)
     sample_rate: float = Field(gt=0, le=1)
-    steps: int = Field(ge=0)
+    steps: int = Field(ge=0, le=10**12)
+
+    @field_validator("sigma")
+    @classmethod
+    def _refuse_tiny(cls, sigma: float) -> float:
+        if 0 < sigma < 1e-9:  # its square may be 0
+            raise ValueError("is 0 or at least 1e-9")
+        return sigma
 
     @property
-    def mechanism(self) -> Mechanism:
+    def gaussian_mechanism(self) -> Mechanism:
         """The mechanism for the accountant."""
         return Mechanism(self.sigma, self.clip, self.sample_rate, self.steps)
 
@@ -66,6 +77,8 @@ class _RecordedPlan(_LedgerLine):
 class LedgerEntry(_LedgerLine):
     """One line of a ledger."""
 
+    version: int = Field(1, ge=VERSION, le=VERSION)
+    time: str = ""
     run: str = Field(min_length=1, max_length=300)  # the run's id, after its folder's name where it has one
     site: str
     round: int = Field(ge=0)
@@ -73,7 +86,7 @@ class LedgerEntry(_LedgerLine):
     mechanism: _AppliedMechanism | None = None  # None without differential privacy
     plan: _RecordedPlan | None = None  # further fields of the privacy plan; None without one
     delta: float | None = Field(None, gt=0, lt=1)
-    unit: Literal["row", "patient"] | None = None
+    unit: Literal["row", "patient", "site"] | None = None
     guarantee: Guarantee = "none"
     insecure: bool = False
     # whether the round is final: its release is about to leave, for the first time or `again`
@@ -83,6 +96,7 @@ class LedgerEntry(_LedgerLine):
     promise: str = ""  # SHA-256 of the site file that the run keeps
     agreement: str = ""  # SHA-256 of the plan signed by the hospital; "" without one
     approved: str = ""  # time of the signature
+    task: str = ""  # id of the task of another framework whose result is released; "" for none
     prev: str = Field(pattern="^[0-9a-f]{64}$")  # SHA-256 of the file before this line
 
     @property
@@ -176,7 +190,7 @@ class LedgerFile:
 
     def append(self, entry: Mapping[str, object]) -> None:
         """Append a line, then write the heads. The caller holds the lock and has caught up."""
-        append_line(self.path, {**entry, "prev": self._chain_hash.hexdigest()})
+        append_line(self.path, {"version": VERSION, **entry, "prev": self._chain_hash.hexdigest()})
         self.catch_up()
         self.write_heads()
 
@@ -249,6 +263,27 @@ def _read_head(path: Path) -> _LedgerHead:
     except (ValidationError, OSError) as error:
         refuse_unavailable(error, path)
         raise WsiFlError(f"{path}: damaged; put its backup back, or the site's budget cannot be trusted") from None
+
+
+def user_head_path(site: str) -> Path:
+    """Return this user's head of a real site's ledger.
+
+    Raises:
+        UsageError: when it cannot be written.
+    """
+    try:
+        state_home = Path(os.environ.get("XDG_STATE_HOME", ""))  # XDG ignores relative paths
+        state = (state_home if state_home.is_absolute() else Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        writable = os.access(state, os.W_OK)
+    except (OSError, RuntimeError):  # no such folder, or no home
+        writable = False
+    if not writable:
+        raise UsageError(
+            f"the budget of real site {site} is remembered in ~/.local/state, which cannot be written; set "
+            "XDG_STATE_HOME to a writable folder of yours"
+        )
+    return state / f"{site}.head.json"
 
 
 ReleaseValues = NDArray[np.float32] | NDArray[np.uint8]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from wsi_fl.federation.methods import METHODS
+from wsi_fl.privacy.guarantee import describe_detection
 
 Json = Mapping[str, Any]
 """A JSON object of a run's file."""
@@ -285,22 +286,6 @@ def format_scientific(value: Any) -> str:
     power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     mantissa = mantissa.removesuffix(".0")
     return power if mantissa == "1" else f"{mantissa} × {power}"
-
-
-def describe_detection(rate: float, unit: str) -> str:
-    """Return the meaning of ε as rates of the most powerful membership test.
-
-    Args:
-        rate: the largest true positive rate of a test with a false positive rate of 0.01.
-        unit: the privacy unit.
-
-    >>> describe_detection(0.0198, "patient").split(", ")[1]
-    'an attacker with all releases and all other data identifies at most 2.0'
-    """
-    return (
-        f"of 100 {unit}s in it, an attacker with all releases and all other data identifies at most "
-        f"{100 * rate:.1f}, at a false positive rate of 1 %"
-    )
 
 
 def describe_worst_detection(sites: Sequence[Mapping[str, Any]]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 from markupsafe import Markup
 
+from wsi_fl.privacy.guarantee import describe_detection
 from wsi_fl.report import formatting
 from wsi_fl.types import make_printable
 
@@ -47,6 +48,6 @@ def _load_environment(folder: Path, form: str) -> Environment:
     for name, function in getmembers(formatting, isfunction):
         environment.filters[re.sub("^(format|describe)_", "", name)] = function
     environment.filters["svg"] = lambda chart: Markup(chart.svg)
-    environment.filters |= {"known": formatting.is_number, "detected": formatting.describe_detection}
+    environment.filters |= {"known": formatting.is_number, "detected": describe_detection}
     environment.tests["known"] = formatting.is_number
     return environment

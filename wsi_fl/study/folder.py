@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from wsi_fl.runs.site_folder import SITE_FILE
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site_file import SNAPSHOT_KEYS, SiteFile, merge_site_snapshot
-from wsi_fl.study.toml import toml_or_repr, toml_value, validate_model
+from wsi_fl.study.toml import parse_toml, read_toml, toml_or_repr, toml_value, validate_model
 from wsi_fl.system.file_names import drop_companions
 from wsi_fl.system.files import require_regular_file
 from wsi_fl.types import UsageError, find_control_character, natural_key
@@ -211,7 +211,7 @@ class Study:
         if self._site_files is not None and path in self._site_files:
             return self._site_files[path]
         content = require_regular_file(path).read_bytes()
-        file = validate_model(SiteFile, _parse_toml(content, path), self._file_label(path))
+        file = validate_model(SiteFile, parse_toml(content, path), self._file_label(path))
         site = _SiteText(file, hashlib.sha256(content).hexdigest())
         if self._site_files is not None:
             self._site_files[path] = site
@@ -267,7 +267,7 @@ class Study:
     def _resolve_extends(self, path: Path, visited: tuple[Path, ...]) -> _Table:
         if path in visited:
             raise UsageError(f"{self._file_label(path)}: extends itself")
-        values = _read_toml(path)
+        values = read_toml(path)
         base = values.pop("extends", None)
         if base is None:
             return values
@@ -292,7 +292,7 @@ def _format_value(value: Any) -> str:
 
 def load_run_pipeline(path: Path) -> Pipeline:
     """Return the complete pipeline of a run."""
-    return validate_model(pipeline_model(), _read_toml(path), path.name)
+    return validate_model(pipeline_model(), read_toml(path), path.name)
 
 
 class _SiteText(NamedTuple):
@@ -300,23 +300,6 @@ class _SiteText(NamedTuple):
 
     file: SiteFile
     digest: str
-
-
-def _read_toml(path: Path) -> _Table:
-    return _parse_toml(require_regular_file(path).read_bytes(), path)
-
-
-def _parse_toml(content: bytes, path: Path) -> _Table:
-    try:
-        return tomllib.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: it is not UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: {error}") from None
-    except ValueError:
-        raise UsageError(f"{path.parent.name}/{path.name}: a number has thousands of digits") from None
-    except RecursionError:
-        raise UsageError(f"{path.parent.name}/{path.name}: nested too deeply; write it flatter") from None
 
 
 def _merge_tables(base: _Table, top: _Table) -> _Table:

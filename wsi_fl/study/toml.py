@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import tomli_w
@@ -11,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from wsi_fl.study.renamed import new_name
 from wsi_fl.system.file_names import compose_text
+from wsi_fl.system.files import require_regular_file
 from wsi_fl.types import PLAIN_NAME_MESSAGE, UsageError, find_control_character, is_plain_name
 
 _S = TypeVar("_S", bound=BaseModel)
@@ -145,6 +148,25 @@ def _refuse_strange(value: object, key: str = "") -> None:
     if isinstance(value, list | tuple):
         for item in value:
             _refuse_strange(item, key)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the table in a TOML file; UsageError, in one line, where it is not one."""
+    return parse_toml(require_regular_file(path).read_bytes(), path)
+
+
+def parse_toml(content: bytes, path: Path) -> dict[str, Any]:
+    """Return the table in the bytes of a TOML file; UsageError, in one line, where it is not one."""
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: it is not UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: {error}") from None
+    except ValueError:
+        raise UsageError(f"{path.parent.name}/{path.name}: a number has thousands of digits") from None
+    except RecursionError:
+        raise UsageError(f"{path.parent.name}/{path.name}: nested too deeply; write it flatter") from None
 
 
 def dump_toml(model: BaseModel, first_line: str = "") -> str:

@@ -16,8 +16,8 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.methods import FILES, HUB, Disclosure
 from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.oneshot.released_statistics import open_projection
-from wsi_fl.privacy.guarantee import MAX_ATTEMPTS
-from wsi_fl.report.formatting import describe_detection, format_count, format_size
+from wsi_fl.privacy.guarantee import MAX_ATTEMPTS, describe_detection
+from wsi_fl.report.formatting import format_count, format_size
 from wsi_fl.stages.site.privacy_account import costs_epsilon, find_guarantee
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.target_labels import describe_target, name_outputs

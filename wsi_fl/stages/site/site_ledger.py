@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import MappingProxyType
 
 from wsi_fl.privacy.guarantee import LedgerRound, PrivacyTerms, collect_rounds
 from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.ledger_file import user_head_path
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.site.run_context import find_method
 from wsi_fl.study.folder import Study, load_run_pipeline
@@ -82,23 +82,6 @@ def _store_head_path(study: Study, site: str) -> Path:
 def _list_heads(study: Study, site: str) -> list[Path]:
     """Return the anchor files of a real site's ledger: beside its store, and of this user."""
     return [_store_head_path(study, site), user_head_path(site)]
-
-
-def user_head_path(site: str) -> Path:
-    """Return this user's anchor file of a real site's ledger; UsageError where it cannot be written."""
-    try:
-        state_home = Path(os.environ.get("XDG_STATE_HOME", ""))  # XDG ignores relative paths
-        state = (state_home if state_home.is_absolute() else Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
-        state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        writable = os.access(state, os.W_OK)
-    except (OSError, RuntimeError):  # no such folder, or no home
-        writable = False
-    if not writable:
-        raise UsageError(
-            f"the budget of real site {site} is remembered in ~/.local/state, which cannot be written; set "
-            "XDG_STATE_HOME to a writable folder of yours"
-        )
-    return state / f"{site}.head.json"
 
 
 def _list_paid_rounds(study: Study, site: str) -> list[tuple[str, str, int]]:

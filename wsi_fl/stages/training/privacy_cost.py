@@ -7,8 +7,8 @@ from math import isfinite
 from typing import Any
 
 from wsi_fl.privacy import accounting
+from wsi_fl.privacy.guarantee import describe_detection
 from wsi_fl.privacy.privacy_plan import BudgetProposal, list_proposals, propose_plan
-from wsi_fl.report.formatting import describe_detection
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.toml import MIN_SIGMA
 from wsi_fl.types import UsageError

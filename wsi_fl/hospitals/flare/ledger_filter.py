@@ -1,0 +1,214 @@
+"""Filter for any job of NVIDIA FLARE: what it sends is clipped, noised, and charged to the hospital's own ledger.
+
+A site's `local/privacy.json` names it three times. As task data filter it stores the weights that a task begins with,
+as task result filter it releases what training changed, and as component it stops the job's events, such as its
+metrics, which pass no filter. See docs/how-to/other-federations.md. The names of this module and its class are in files
+at hospitals; keep them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.filter import ContentBlockedException, Filter, FilterChainType, FilterContextKey
+from nvflare.apis.fl_constant import EventScope, FedEventHeader, FLContextKey, ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
+from nvflare.app_common.app_constant import AppConstants
+
+from wsi_fl.privacy.model_updates import UpdateAccount, UpdateRelease, UpdateTerms, describe_release
+from wsi_fl.study.account_file import load_account
+from wsi_fl.types import WsiFlError, single_line
+
+UNIT_KEY = "privacy_unit"
+"""Key of a result's meta by which a job says that its update has a row for each patient: "patient"."""
+METRICS_KEY = "wsi_fl_privacy"
+"""Key of a result's meta with the price of a release."""
+_BASE_KEY = "wsi_fl_base"
+_ROUND_HEADERS = (AppConstants.CURRENT_ROUND, AppConstants.START_ROUND, AppConstants.NUM_ROUNDS)
+_FLOAT, _NUMBER = "f", "fiub"  # kinds of numpy's types
+
+Tensors = Mapping[str, Any]
+"""Tensors of a model by name, of numpy or PyTorch."""
+
+
+def read_tensor(value: Any, name: str) -> NDArray[Any]:
+    """Return a tensor as an array; WsiFlError where it is none."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):  # such as PyTorch's bfloat16, or a tensor on a GPU
+        array = np.empty(0, object)
+    if array.dtype.kind not in _NUMBER:
+        raise WsiFlError(f"{name} is no tensor of numbers on a CPU that numpy can read; let the job send float32")
+    return array
+
+
+def flatten_update(
+    base: Mapping[str, NDArray[Any]], result: Tensors, *, is_difference: bool, per_patient: bool
+) -> NDArray[np.float64]:
+    """Return an update float64[1, d], or float64[p, d] of p patients: its floating-point tensors in the base's order.
+
+    Args:
+        base: the weights that training began with.
+        result: weights, or their difference from the base; per patient a difference with a first axis of patients.
+
+    Raises:
+        WsiFlError: when a tensor is missing or has another shape. Other tensors of the result are ignored.
+    """
+    columns = []
+    for name, start in base.items():
+        if start.dtype.kind != _FLOAT:
+            continue
+        if name not in result:
+            raise WsiFlError(f"the result lacks the tensor {name}, which the task brought")
+        value = read_tensor(result[name], name).astype(np.float64)
+        rows = value if per_patient else value[None]
+        if rows.shape[1:] != start.shape or rows.ndim == start.ndim:
+            raise WsiFlError(f"{name} has the shape {value.shape} in the result and {start.shape} in the task")
+        columns.append((rows if is_difference else rows - start).reshape(len(rows), -1))
+    if not columns or len({len(rows) for rows in columns}) != 1:
+        raise WsiFlError("the task has no floating-point tensors, or they have different numbers of patients")
+    return np.concatenate(columns, axis=1)
+
+
+def restore_update(
+    base: Mapping[str, NDArray[Any]], values: NDArray[np.float32], *, is_difference: bool
+) -> dict[str, NDArray[Any]]:
+    """Return a released update in the shapes and types of the base; other numbers, such as counts, are the base's."""
+    restored, at = {}, 0
+    for name, start in base.items():
+        if start.dtype.kind == _FLOAT:
+            part, at = values[at : at + start.size].reshape(start.shape), at + start.size
+            restored[name] = (part if is_difference else start + part.astype(np.float64)).astype(start.dtype)
+        else:
+            restored[name] = np.zeros_like(start) if is_difference else start
+    return restored
+
+
+class _TaskBase(NamedTuple):
+    """The weights of a task: copies as arrays, empty tensors of their types, and the headers with numbers of rounds."""
+
+    arrays: dict[str, NDArray[Any]]
+    prototypes: dict[str, Any]
+    headers: dict[str, Any]
+
+
+def _copy_base(task: Shareable) -> _TaskBase:
+    data = _read_dxo(task, "task", (DataKind.WEIGHTS,)).data
+    arrays = {name: read_tensor(value, name).copy() for name, value in data.items()}
+    prototypes = {name: value.new_empty(0) for name, value in data.items() if hasattr(value, "new_empty")}
+    headers = {key: task.get_header(key) for key in _ROUND_HEADERS if task.get_header(key) is not None}
+    return _TaskBase(arrays, prototypes, headers)
+
+
+class LedgerFilter(Filter):  # type: ignore[misc]
+    """Release each result of a job under the terms of an account file, or end the job at this site.
+
+    Args:
+        account: absolute path of the account file.
+    """
+
+    def __init__(self, account: str) -> None:
+        super().__init__()
+        self._account_path = Path(account)
+        self._stopped_events: set[str] = set()
+
+    @cached_property
+    def _account_terms(self) -> UpdateTerms:
+        return load_account(self._account_path)
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Stop an event of the job on its way to the server, by marking it as one that came from there."""
+        data = fl_ctx.get_prop(FLContextKey.EVENT_DATA)
+        if fl_ctx.get_prop(FLContextKey.EVENT_SCOPE) != EventScope.FEDERATION or not isinstance(data, Shareable):
+            return
+        if data.get_header(FedEventHeader.DIRECTION, "out") == "out":
+            data.set_header(FedEventHeader.DIRECTION, "in")
+            if event_type not in self._stopped_events:
+                self._stopped_events.add(event_type)
+                self.log_info(fl_ctx, f"not sent: events {event_type}")
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """Store a task's weights, or return its result as a release that is charged and on disk."""
+        try:
+            if self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN:
+                components = fl_ctx.get_engine().get_all_components().values()
+                if not any(isinstance(component, LedgerFilter) for component in components):
+                    raise WsiFlError("privacy.json lacks this filter among its components; name it there too")
+                fl_ctx.set_prop(_BASE_KEY, _copy_base(shareable), private=True, sticky=False)
+                return shareable
+            if (code := shareable.get_return_code()) != ReturnCode.OK:
+                return make_reply(code)
+            return self._release_result(shareable, fl_ctx)
+        except WsiFlError as error:
+            text = f"nothing leaves this site: {single_line(error)}"
+            self.log_error(fl_ctx, text)
+            raise ContentBlockedException(text) from None
+
+    def _release_result(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
+        base = fl_ctx.get_prop(_BASE_KEY)
+        if not isinstance(base, _TaskBase):
+            raise WsiFlError("privacy.json lacks this filter among the task data filters; name it there too")
+        dxo = _read_dxo(result, "result", (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF))
+        unit, is_difference = dxo.get_meta_prop(UNIT_KEY, "site"), dxo.data_kind == DataKind.WEIGHT_DIFF
+        if unit != self._account_terms.unit or (unit == "patient" and not is_difference):
+            raise WsiFlError(
+                f"{self._account_path.name} protects the unit {self._account_terms.unit!r}, and this job's result "
+                f"({_name_kind(dxo)}, {unit!r}) does not keep it; for patients a job sends WEIGHT_DIFF with a row for "
+                f'each and the meta {UNIT_KEY} = "patient"'
+            )
+        rows = flatten_update(base.arrays, dxo.data, is_difference=is_difference, per_patient=unit == "patient")
+        job, task_id = fl_ctx.get_job_id(), fl_ctx.get_prop(FLContextKey.TASK_ID)
+        release = UpdateAccount(self._account_terms).release_update(rows, job=str(job), task=str(task_id))
+        self.log_info(fl_ctx, describe_release(release, self._account_terms))
+        if dropped := _list_dropped(result, dxo, base.arrays):
+            self.log_info(fl_ctx, f"not sent: {', '.join(dropped)}")
+        sent: dict[str, Any] = dict(restore_update(base.arrays, release.values, is_difference=is_difference))
+        sent |= {name: like.new_tensor(sent[name]) for name, like in base.prototypes.items()}
+        answer = DXO(dxo.data_kind, sent, _price_meta(release, self._account_terms)).to_shareable()
+        for key, value in base.headers.items():
+            answer.set_header(key, value)
+        return answer
+
+
+def _read_dxo(shareable: Shareable, label: str, kinds: tuple[str, ...]) -> DXO:
+    if shareable.get_header(ReservedHeaderKey.CONTENT_TYPE) != "DXO":
+        raise WsiFlError(f"this {label} is no model: only jobs that send weights, or their difference, pass")
+    dxo = from_shareable(shareable)
+    if dxo.data_kind not in kinds:
+        raise WsiFlError(f"this {label} is {_name_kind(dxo)}, and only {' and '.join(kinds)} pass")
+    return dxo
+
+
+def _name_kind(dxo: DXO) -> str:
+    return str(getattr(dxo.data_kind, "value", dxo.data_kind))
+
+
+def _price_meta(release: UpdateRelease, terms: UpdateTerms) -> dict[str, Any]:
+    """Return the meta of a release: ε of the job as a metric, and its terms. They follow from public numbers."""
+    price = {
+        "release": release.number,
+        "epsilon": release.epsilon,
+        "patient_epsilon": release.patient_epsilon,
+        "delta": terms.delta,
+        "unit": terms.unit,
+        **asdict(terms.release_mechanism),
+    }
+    return {METRICS_KEY: price, MetaKey.INITIAL_METRICS: {"epsilon": release.epsilon}}
+
+
+def _list_dropped(result: Shareable, dxo: DXO, base: Mapping[str, NDArray[Any]]) -> list[str]:
+    """Return the names of all that a result holds and that is not sent."""
+    dropped = [f"tensor {name}" for name in dxo.data if name not in base]
+    dropped += [f"values of {name}" for name, start in base.items() if start.dtype.kind != _FLOAT]
+    dropped += [f"meta {key}" for key in dxo.get_meta_props() if key != UNIT_KEY]
+    framework = {ReservedHeaderKey.CONTENT_TYPE, ReservedHeaderKey.RC, *_ROUND_HEADERS}
+    dropped += [f"header {key}" for key in result.get(ReservedHeaderKey.HEADERS, {}) if key not in framework]
+    return dropped + [f"entry {key}" for key in result if key not in ("DXO", ReservedHeaderKey.HEADERS)]
