@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 import pandas as pd
@@ -20,11 +20,12 @@ from torch import nn
 
 from wsi_fl.data.cohort import Cohort, Inputs, concatenate_examples
 from wsi_fl.data.metrics import Probabilities, choose_classes, fill_patient_names
+from wsi_fl.evidence.bench_sites import estimate_hospitals, merge_external, score_examples, split_hospitals
 from wsi_fl.evidence.feature_table import FeatureTable, describe_skipped_slides, read_table
 from wsi_fl.federation.federate import SiteResult, federate
 from wsi_fl.federation.methods import LOCAL_METHOD, METHODS, POOLED_METHOD
 from wsi_fl.learning.ensemble import build_ensemble
-from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
+from wsi_fl.learning.tuning import FittedHead, fit_linear_head
 from wsi_fl.models.mil import build_linear_head
 from wsi_fl.oneshot.projection import N_RANDOM, Projection, fit_projection, normalize_rows, read_projection
 from wsi_fl.oneshot.public_features import read_public_features
@@ -33,6 +34,7 @@ from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.privacy.privacy_plan import Unit, propose_plan
 from wsi_fl.report.formatting import Json
 from wsi_fl.report.templates import fill_template
+from wsi_fl.slides.layouts.tcga_targets import SURVIVAL
 from wsi_fl.stages.prepare.import_export import ImportFacts
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.system.files import write_text
@@ -46,6 +48,8 @@ _TUNING_SEED = -1
 _HYPERPARAMETERS = tuple(itertools.product((20, 60), (1e-2, 3e-2, 1e-1)))
 """Candidates of (rounds, learning rate)."""
 _NAMED_SKEWS = ("alike", "missing-class")
+TABLE_SITES = "site"
+"""Hospitals, and skew, of the table's column of sites."""
 _BASELINES = (LOCAL_METHOD, POOLED_METHOD)
 _RESULT_COLUMNS = (
     *("method", "epsilon", "sites", "n", "skew", "seed", "site", "score", "auroc", "own_score"),
@@ -69,10 +73,14 @@ class SamplingCell(NamedTuple):
 def parse_cells(hospitals: str, skews: str) -> list[SamplingCell]:
     """Return the cells of "4x150,16x50" and "alike,0.9"; a size may have a skew of its own, as in "8x200:1".
 
+    "site" is for the hospitals of the table's column.
+
     Example:
         >>> parse_cells("4x150,8x200:1", "alike,0.9")[1:]
         [SamplingCell(sites=4, n=150, skew='0.9'), SamplingCell(sites=8, n=200, skew='1')]
     """
+    if hospitals == TABLE_SITES:
+        return [SamplingCell(0, 0, TABLE_SITES)]
     cells = []
     for cell_text in hospitals.split(","):
         size, _, own_skew = cell_text.partition(":")
@@ -105,6 +113,8 @@ def sample_sites(table: FeatureTable, cell: SamplingCell, seed: int) -> tuple[li
     Raises:
         UsageError: for too few patients.
     """
+    if cell.skew == TABLE_SITES:
+        return split_hospitals(table.rows, is_tuning=seed == _TUNING_SEED)
     rng = np.random.default_rng(seed + 1000)
     patient = fill_patient_names(table.rows.patient)
     _, first_row, patient_of_row = np.unique(patient, return_index=True, return_inverse=True)
@@ -174,25 +184,42 @@ class _Benchmark:
     def measure_sample(self, sample: _Sample) -> list[dict[str, object]]:
         """Return a row of the result for each training and hospital of a sample."""
         torch.set_num_threads(1)
-        (parts, test), n_classes = sample_sites(self.table, sample.cell, sample.seed), len(self.table.classes)
-        heads = [_fit_local_head(part, n_classes) for part in parts]
-        rows = []
+        (parts, test), n_outputs = sample_sites(self.table, sample.cell, sample.seed), self.n_outputs
+        heads = [_fit_local_head(part, n_outputs) for part in parts]
+        names, rows = self._name_hospitals(parts, sample.cell), list[dict[str, object]]()
         for training in sample.trainings:
             start_time = time.monotonic()
             if training.method == LOCAL_METHOD:
-                hospitals = [_score_predictions(_predict_with_head(head, test), test.label) for head in heads]
+                hospitals = [_Hospital(_predict_with_head(head, test)) for head in heads]
             elif training.method == POOLED_METHOD:
-                pooled = _predict_with_head(_fit_local_head(concatenate_examples(parts), n_classes), test)
-                hospitals = [_score_predictions(pooled, test.label)] * len(parts)
+                pooled = _fit_local_head(concatenate_examples(parts), n_outputs)
+                hospitals = [_Hospital(_predict_with_head(pooled, test))] * len(parts)
             else:
-                results = self._train_sites(training, parts, max(sample.seed, 0))
-                hospitals = [_score_site(*site, test=test) for site in zip(results, parts, heads, strict=True)]
+                results = self._train_sites(training, parts, names, max(sample.seed, 0))
+                hospitals = [_predict_at_site(*site, test=test) for site in zip(results, parts, heads, strict=True)]
             common = training._asdict() | sample.cell._asdict() | {"seed": sample.seed}
             common["seconds"] = round(time.monotonic() - start_time, 1)
-            rows += [common | {"site": f"S{k}"} | scores for k, scores in enumerate(hospitals, 1)]
+            for name, hospital in zip(names, hospitals, strict=True):
+                row = common | {"site": name} | _score_predictions(hospital.predictions, test) | hospital.facts
+                if sample.cell.skew == TABLE_SITES:
+                    row["examples"] = score_examples(hospital.predictions, test, name)
+                rows.append(row)
         return rows
 
-    def _train_sites(self, training: _Training, parts: Sequence[Cohort], seed: int) -> list[SiteResult]:
+    @property
+    def n_outputs(self) -> int:
+        """Number of outputs of a head: classes, or intervals of survival."""
+        return len(self.table.classes or getattr(self.table.rows.task, "ends", ()))
+
+    @staticmethod
+    def _name_hospitals(parts: Sequence[Cohort], cell: SamplingCell) -> list[str]:
+        if cell.skew == TABLE_SITES:
+            return [str(part.obs["site"].iloc[0]) for part in parts]
+        return [f"S{k}" for k in range(1, len(parts) + 1)]
+
+    def _train_sites(
+        self, training: _Training, parts: Sequence[Cohort], names: Sequence[str], seed: int
+    ) -> list[SiteResult]:
         """Return the hospitals' models after federated training."""
         n_units = min(len(np.unique(part.patient)) if self.unit == "patient" else len(part) for part in parts)
         if METHODS[training.method].payload.is_single_release:
@@ -200,11 +227,11 @@ class _Benchmark:
         else:
             plan = propose_plan(n_units, training.rounds, training.epsilon, _DELTA)
             batch_size, sigma = plan.batch_size, plan.mechanism.sigma
-        n_classes, n_features = len(self.table.classes), _read_features(parts[0]).shape[1]
+        n_outputs, n_features = self.n_outputs, _read_features(parts[0]).shape[1]
         results = federate(
-            {f"S{k}": part for k, part in enumerate(parts, 1)},
+            dict(zip(names, parts, strict=True)),
             training.method,
-            private=lambda: build_linear_head(n_classes, n_features),
+            private=lambda: build_linear_head(n_outputs, n_features),
             rounds=training.rounds,
             batch_size=batch_size,
             lr=training.lr,
@@ -221,43 +248,65 @@ def _read_features(rows: Cohort) -> Inputs:
     return rows.read(np.arange(len(rows)))
 
 
-def _fit_local_head(part: Cohort, n_classes: int) -> FittedHead:
+def _fit_local_head(part: Cohort, n_outputs: int) -> FittedHead:
     """Fit the head of a hospital alone, as `regular` with `train.tune`."""
-    return fit_linear_head(normalize_rows(_read_features(part)), part.label, part.patient, n_classes)
+    return fit_linear_head(normalize_rows(_read_features(part)), part.label, part.patient, n_outputs, part.task)
 
 
-def _score_site(result: SiteResult, part: Cohort, head: FittedHead, *, test: Cohort) -> dict[str, object]:
-    """Return the scores of a hospital's ensemble of local and federated head, as in a study, and its ε."""
+class _Hospital(NamedTuple):
+    """The predictions of a hospital's model for test examples, and facts on its training."""
+
+    predictions: Probabilities
+    facts: dict[str, object] = {}
+
+
+def _predict_at_site(result: SiteResult, part: Cohort, head: FittedHead, *, test: Cohort) -> _Hospital:
+    """Return the predictions of a hospital's ensemble of local and federated head, as in a study, and its ε.
+
+    For survival after rounds it is the federated model by itself.
+    """
     models = result.models
     model = models.get("proxy") or models.get("shared") or next(iter(models.values()))
     sample_sizes = model.effective_sample_sizes() if isinstance(model, SharedHead) else None
-    federated = _predict_with_network(model, part)
-    ensemble = build_ensemble(head.held_out, federated, part.label, part.patient, sample_sizes)
-    predictions = ensemble(_predict_with_head(head, test), _predict_with_network(model, test))
+    predictions = _predict_with_network(model, test)
+    if part.task.kind == "classes" or sample_sizes:
+        federated = _predict_with_network(model, part)
+        ensemble = build_ensemble(head.held_out, federated, part.label, part.patient, sample_sizes, part.task)
+        predictions = ensemble(_predict_with_head(head, test), predictions)
     private_predictions = _predict_with_network(models.get("private") or next(iter(models.values())), test)
-    return _score_predictions(predictions, test.label) | {
-        "own_score": _score_predictions(private_predictions, test.label)["score"],
-        "spent": None if result.epsilon is None else round(result.epsilon, 4),
-        "guarantee": result.guarantee,
-    }
+    return _Hospital(
+        predictions,
+        {
+            "own_score": _score_predictions(private_predictions, test)["score"],
+            "spent": None if result.epsilon is None else round(result.epsilon, 4),
+            "guarantee": result.guarantee,
+        },
+    )
 
 
-def _score_predictions(predictions: Probabilities, y: NDArray[np.int64]) -> dict[str, object]:
-    """Return balanced accuracy, and AUROC averaged over classes."""
+def _score_predictions(predictions: Probabilities, test: Cohort) -> dict[str, object]:
+    """Return balanced accuracy, and AUROC averaged over classes; of survival the concordance."""
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
+    y = test.label
+    if test.task.kind != "classes":
+        return {"score": test.task.compute_scores(predictions, y)[test.task.scores[0]], "guarantee": "none"}
     areas = [roc_auc_score(y == label, predictions[:, label]) for label in np.unique(y)]
     accuracy = balanced_accuracy_score(y, choose_classes(predictions))
     return {"score": round(float(accuracy), 5), "auroc": round(float(np.mean(areas)), 5), "guarantee": "none"}
 
 
 def _predict_with_head(head: FittedHead, rows: Cohort) -> Probabilities:
-    return softmax(normalize_rows(_read_features(rows)) @ head.weight.T + head.bias)
+    outputs = normalize_rows(_read_features(rows)) @ head.weight.T + head.bias
+    predictions: Probabilities = rows.task.predict(torch.from_numpy(outputs)).numpy()
+    return predictions
 
 
 def _predict_with_network(model: nn.Module, rows: Cohort) -> Probabilities:
     with torch.inference_mode():
-        return softmax(model.eval()(torch.from_numpy(_read_features(rows))).double().numpy())
+        outputs = model.eval()(torch.from_numpy(_read_features(rows))).double()
+        predictions: Probabilities = rows.task.predict(outputs).numpy()
+    return predictions
 
 
 def run_benchmark(
@@ -271,6 +320,9 @@ def run_benchmark(
     seeds: int = 5,
     projection: Path | None = None,
     labels: Path | None = None,
+    target: str | None = None,
+    external: Path | None = None,
+    external_labels: Path | None = None,
     jobs: int = 1,
     watcher: Watcher | None = None,
 ) -> Json:
@@ -281,10 +333,11 @@ def run_benchmark(
     hospital's ensemble with its local head, as in a study (`score`), and of the federated model (`own_score`).
 
     Args:
-        path, labels: see `read_table`.
+        path, labels, target: see `read_table`.
         out: a new CSV with a line for each method, ε, cell, seed and hospital.
         methods: names in METHODS, including those of plug-ins.
-        cells: sampling of hospitals.
+        cells: sampling of hospitals, or the hospitals of the table, of which a patient is a row.
+        external, external_labels: another folder of features and its labels, on which those hospitals are tested too.
         projection: from public reference slides for `oneshot`, or their features without labels, as a table, a store or
             TRIDENT's folder; by default random.
         jobs: number of processes.
@@ -295,7 +348,8 @@ def run_benchmark(
     if out.exists():
         raise UsageError(f"{out}: exists already; remove it, or choose another --out")
     methods, cells, epsilons = [*dict.fromkeys(methods)], [*dict.fromkeys(cells)], [*dict.fromkeys(epsilons)]
-    table, progress = read_table(path, labels), watcher or SilentProgress()
+    progress = watcher or SilentProgress()
+    table = read_table(path, labels, target, progress)
     if table.excluded:
         progress.print_message(describe_skipped_slides(table.excluded))
     if 0 < (unnamed := int((table.rows.patient == "").sum())) < len(table.rows):
@@ -311,13 +365,25 @@ def run_benchmark(
         raise UsageError(f"--unit {unit!r}: use {' or '.join(get_args(Unit))}")
     if unit == "patient" and unnamed:
         raise UsageError(f"{path}: --unit patient needs the patient of every row")
+    if by_site := any(cell.skew == TABLE_SITES for cell in cells):
+        table = merge_external(table, external and read_table(external, external_labels, target, progress))
+        n_patients = {part.obs["site"].iloc[0]: len(part) for part in sample_sites(table, cells[0], 0)[0]}
+        unit, cells = "row", [SamplingCell(len(n_patients), sum(n_patients.values()), TABLE_SITES)]
+    elif external is not None or target == SURVIVAL:
+        raise UsageError("--external and --target survival go with --hospitals site")
     for cell in cells:
         sample_sites(table, cell, 0)
     benchmark = _Benchmark(table, cast(Unit, unit), _read_projection(projection))
-    results = _measure_all(benchmark, methods, epsilons, cells, seeds, out=out, jobs=jobs, progress=progress)
+    rows = _measure_all(benchmark, methods, epsilons, cells, seeds, out=out, jobs=jobs, progress=progress)
+    results = pd.DataFrame(rows, columns=_RESULT_COLUMNS)
     gains = [[_measure_gain(results, m, epsilon, cell) for m in methods for epsilon in epsilons] for cell in cells]
-    document = {"table": str(path), "rows": str(out), "unit": unit, "delta": _DELTA, "seeds": seeds}
-    document["excluded"] = [asdict(slide) for slide in table.excluded]
+    document: Json = {"table": str(path), "rows": str(out), "unit": "patient" if by_site else unit, "delta": _DELTA}
+    document |= {"seeds": seeds, "excluded": [asdict(slide) for slide in table.excluded]}
+    document["score"] = "concordance" if table.rows.task.kind == "survival" else "balanced accuracy"
+    if by_site:
+        is_final = results["seed"] != _TUNING_SEED
+        examples, test = [row.get("examples") for row in rows], sample_sites(table, cells[0], 0)[1]
+        document["hospitals"] = estimate_hospitals(results[is_final], examples, test, n_patients)
     page = {
         "document": document,
         "columns": [f"{gain['method']}, ε = {gain['epsilon']:g}" for gain in gains[0]],
@@ -347,15 +413,15 @@ def _measure_all(
     out: Path,
     jobs: int,
     progress: Watcher,
-) -> pd.DataFrame:
+) -> list[dict[str, Any]]:
     """Return the rows of all trainings, and write them to the CSV after each sample."""
     from joblib import Parallel, delayed  # hands over the table as a memory map
 
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     in_rounds = [name for name in methods if not METHODS[name].payload.is_single_release]
     middle = sorted(epsilons)[len(epsilons) // 2]
     tuning = [
-        _Sample(cell, _TUNING_SEED, tuple(_Training(method, middle, *values) for values in _HYPERPARAMETERS))
+        _Sample(cell, _TUNING_SEED, tuple(_Training(method, middle, *values) for values in _list_candidates(cell)))
         for cell, method in itertools.product(cells, in_rounds)
     ]
     n = len(tuning) + seeds * len(cells)
@@ -375,7 +441,13 @@ def _measure_all(
         private = (_Training(m, epsilon, *best.get((m, *cell), ())) for m in methods for epsilon in epsilons)
         samples.append(_Sample(cell, seed, (*map(_Training, _BASELINES), *private)))
     measure_samples(samples, len(tuning))
-    return pd.DataFrame(rows, columns=_RESULT_COLUMNS)
+    return rows
+
+
+def _list_candidates(cell: SamplingCell) -> tuple[tuple[int, float], ...]:
+    """Return the candidates of (rounds, learning rate); of a table's own hospitals, which may be many, the short ones."""
+    rounds = min(n for n, _ in _HYPERPARAMETERS)
+    return tuple(pair for pair in _HYPERPARAMETERS if cell.skew != TABLE_SITES or pair[0] == rounds)
 
 
 def _select_hyperparameters(tuning: pd.DataFrame) -> dict[tuple[object, ...], tuple[int, float]]:

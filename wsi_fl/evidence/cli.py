@@ -26,7 +26,11 @@ def run_bench(
     methods: Annotated[str, Option("--method", help="Names, with commas between.")] = "oneshot,proxyfl,fedavg",
     epsilon: Annotated[str, Option(help="Of each hospital, at δ = 1e-5.")] = "1",
     hospitals: Annotated[
-        str, Option(metavar="4x150,…", help="How many hospitals, of how many patients each.")
+        str,
+        Option(
+            metavar="4x150,…",
+            help="How many hospitals, of how many patients each; or site, for those in the columns site and split.",
+        ),
     ] = "4x150",
     skew: Annotated[
         str, Option(help="alike, missing-class (one site has none of it), or shares of one class such as 0.9 and 1.")
@@ -39,6 +43,13 @@ def run_bench(
     labels: Annotated[
         Path | None, Option(metavar="FILE", help="CSV with slide, label and patient, for a folder.")
     ] = None,
+    target: Annotated[
+        str | None, Option(metavar="COLUMN", help="Column of --labels that is predicted, or survival. Default: label.")
+    ] = None,
+    external: Annotated[
+        Path | None, Option(metavar="DIR", help="With --hospitals site: features of patients who are tested alone.")
+    ] = None,
+    external_labels: Annotated[Path | None, Option(metavar="FILE", help="Labels of --external.")] = None,
     jobs: Annotated[int, Option(min=1, max=256, help="Processes.")] = 1,
     as_json: Json = False,
 ) -> None:
@@ -56,6 +67,9 @@ def run_bench(
         seeds=seeds,
         projection=along,
         labels=labels,
+        target=target,
+        external=external,
+        external_labels=external_labels,
         jobs=jobs,
     )
     run_work("bench", work, as_json, render_bench_lines)

@@ -90,11 +90,14 @@ def _read_text(attrs: Mapping[str, Any], name: str) -> str | None:
 
 
 def _find_trident(folder: Path) -> dict[str, Path]:
-    # in `features_<encoder>`, or in the one such folder below; else in the one of vectors of whole slides
+    # in `features_<encoder>`, or in the one such folder below; else in the one of vectors of whole slides; else, as
+    # public archives are laid, in a folder per cohort
     if files := list_files(folder, ".h5"):
         return index_by_slide(folder, files)
     subfolders = [path for path in folder.rglob(f"*{TRIDENT_PREFIX}*") if path.is_dir() and list_files(path, ".h5")]
     folders = [path for path in subfolders if path.name.startswith(TRIDENT_PREFIX)] or subfolders
+    if not folders and (files := list_files(folder, ".h5", is_deep=True)):
+        return index_by_slide(folder, files)
     if len(folders) != 1:
         listing = several_folders_message(sorted(path.name for path in folders))
         raise UsageError(f"{folder}: {listing if folders else f'no {TRIDENT_PREFIX}<encoder>/*.h5 in it'}")

@@ -103,6 +103,7 @@ _TYPE_OF_PROJECT = {
 }
 """Project without `TCGA-` → its tumour type."""
 _SUFFIXES = (".svs", ".tif", ".tiff")
+FEATURES_SUFFIX = ".h5"
 GROUPINGS = ("institution", "tss")
 _DIAGNOSTIC = ("DX",)
 """Diagnostic slides of embedded tissue; TS and BS are frozen sections beside the samples."""
@@ -128,6 +129,10 @@ class _Barcode(NamedTuple):
     def patient(self) -> str:
         return f"TCGA-{self.tss}-{self.participant}"
 
+    @property
+    def is_tumor(self) -> bool:
+        return int(self.sample) not in _NORMAL
+
 
 def parse_barcode(name: str) -> _Barcode | None:
     """Return the barcode in a slide's file name, or None.
@@ -137,18 +142,25 @@ def parse_barcode(name: str) -> _Barcode | None:
         ('05', '4244', '01', 'DX', '1')
     """
     path = Path(name)
-    match = _BARCODE.fullmatch(path.stem if path.suffix.lower() in _SUFFIXES else path.name)
+    match = _BARCODE.fullmatch(path.stem if path.suffix.lower() in (*_SUFFIXES, FEATURES_SUFFIX) else path.name)
     return _Barcode(**match.groupdict()) if match else None
 
 
-def list_slides(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
-    """Yield the slides named by barcodes below a folder, in order."""
+def list_slides(archive: Path, suffixes: Collection[str] = _SUFFIXES) -> Iterator[tuple[Path, _Barcode]]:
+    """Yield the files named by barcodes of slides below a folder, in order."""
     pattern = f"{glob.escape(str(archive))}/**/TCGA-*"
     for name in sorted(glob.glob(pattern, recursive=True)):  # noqa: PTH207 as the site's own pattern will
         path = Path(name)
-        barcode = parse_barcode(path.name) if path.suffix.lower() in _SUFFIXES else None
+        barcode = parse_barcode(path.name) if path.suffix.lower() in suffixes else None
         if barcode is not None and path.is_file():
             yield path, barcode
+
+
+def read_institutions(codes: Path | None) -> dict[str, str]:
+    """Return code of a tissue source site → its institution: those built in, and those of the GDC's table."""
+    institutions = {code: name for name, codes_text in _INSTITUTION_CODES.items() for code in codes_text.split()}
+    rows = read_rows(codes, ("TSS Code", "Source Site")) if codes else []
+    return institutions | {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
 
 
 def describe_tcga(
@@ -158,10 +170,7 @@ def describe_tcga(
 
     The tables of source sites and diagnoses are by default the archive's own.
     """
-    institutions = {code: name for name, codes_text in _INSTITUTION_CODES.items() for code in codes_text.split()}
-    if table := codes or _find_only(archive, "tissueSourceSite*.[tc]sv", "--codes"):
-        rows = read_rows(table, ("TSS Code", "Source Site"))
-        institutions |= {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
+    institutions = read_institutions(codes or _find_only(archive, "tissueSourceSite*.[tc]sv", "--codes"))
     pairs: list[tuple[str, str]] = []
     unknown: dict[str, set[str]] = {}
     for path, barcode in list_slides(archive):
@@ -228,7 +237,7 @@ def _read_slide(
     path: Path, barcode: _Barcode, clinical: _ClinicalTable, sources: Sources, expected: str | None
 ) -> SlideRecord | ExcludedSlide:
     """Return the record of a slide, or the slide as excluded; its size must be that of the manifest."""
-    if int(barcode.sample) in _NORMAL:
+    if not barcode.is_tumor:
         return ExcludedSlide(path.stem, f"not a slide of a tumour (sample type {barcode.sample})")
     labels = clinical.find_labels(barcode.patient)
     if isinstance(labels, str):

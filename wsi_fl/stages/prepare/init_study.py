@@ -11,7 +11,9 @@ from typing import NotRequired, TypedDict
 import tomli_w
 
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites, list_test_slides
+from wsi_fl.slides.layouts.tcga import GROUPINGS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies
+from wsi_fl.stages.prepare.init_features import LABEL_TABLE, MIN_PATIENTS, has_features, survey_features
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.study.pipeline import NO_CHOICE, has_choice
@@ -23,7 +25,7 @@ from wsi_fl.types import SlideRecord, UsageError, natural_key
 
 _LAYOUT_PIPELINES = {"tcga": "tcga_subtypes"}
 """Layout → default pipeline; elsewhere that of the paper."""
-_PAPER, _START = "camelyon17", "camelyon17_pretrained"
+_PAPER, _START, _FEATURES = "camelyon17", "camelyon17_pretrained", "features"
 _CENTRES = ("C1", "C2", "C3", "C4")
 _INSTITUTIONS = ("tcga-pittsburgh", "tcga-indivumed", "tcga-asterand", "tcga-mskcc")
 _STUDY_SITES = {
@@ -42,15 +44,18 @@ class ArchiveTables:
 
     Attributes:
         group_by: "institution" or "tss".
-        clinical: the table of diagnoses.
+        clinical: the table of diagnoses; of features several, with the targets.
         codes: the table of source sites.
         columns: how the clinical table's columns are called, as KEY=NAME.
+        targets, min_patients: of features: what is predicted, and patients of the smallest institution.
     """
 
     group_by: str | None = None
-    clinical: Path | None = None
+    clinical: Sequence[Path] = ()
     codes: Path | None = None
     columns: Sequence[str] = ()
+    targets: Sequence[str] = ()
+    min_patients: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class _InitDocument(TypedDict):
     sites: list[dict[str, object]]
     subtypes: NotRequired[Mapping[str, Sequence[str]]]
     notes: NotRequired[list[str]]
+    next: NotRequired[str]
 
 
 def init_study(
@@ -88,7 +94,7 @@ def init_study(
     """Write `pipelines/` and, from an archive, `sites/*.toml`; existing files are kept.
 
     Args:
-        archive: folder of slides; its layout is recognised unless `layout` names it.
+        archive: folder of slides, or of TCGA's features; its layout is recognised unless `layout` names it.
         names: of sites without an archive, for imported features or site files edited later.
         real: whether the sites are real hospitals, whose patches no other site may read.
         pipeline: the shipped pipeline of the study; by default the one for the archive's layout, or all.
@@ -108,7 +114,11 @@ def init_study(
     pipelines = {
         path.stem: path.read_text(encoding="utf-8") for path in find_shipped_folder("pipelines").glob("*.toml")
     }
-    contents = None
+    contents, tables = None, tables or ArchiveTables()
+    if archive is not None and layout in (None, "tcga") and has_features(archive):
+        return _init_features(folder, archive, tables, pipelines[pipeline or _FEATURES], real=real)
+    if tables.targets or tables.min_patients or len(tables.clinical) > 1:
+        raise UsageError("--target, --min-patients and several --clinical are for features: TCGA-….h5 in --from")
     if archive is not None:
         layout = layout or detect_layout(archive)
         pipeline = pipeline or _LAYOUT_PIPELINES.get(layout, _PAPER)
@@ -116,7 +126,7 @@ def init_study(
         raise UsageError(f"unknown pipeline {pipeline!r}; shipped: {', '.join(sorted(pipelines))}")
     if archive is not None and layout is not None and pipeline is not None:
         mosaics = Study(folder).load_pipeline(pipeline).train.data == "mosaics"
-        contents = _survey_archive(archive, layout, tables or ArchiveTables(), pipeline if mosaics else None)
+        contents = _survey_archive(archive, layout, tables, pipeline if mosaics else None)
         sites = {site.name: _render_site_file(site, contents, real) for site in contents.sites}
         pipelines = {pipeline: _adapt_pipeline(pipeline, pipelines[pipeline], contents)}
     else:
@@ -133,6 +143,39 @@ def init_study(
     if contents is not None and (contents.subtypes or contents.notes):
         document |= {"subtypes": contents.subtypes, "notes": contents.notes}
     return document
+
+
+def _init_features(folder: Path, archive: Path, tables: ArchiveTables, pipeline: str, *, real: bool) -> _InitDocument:
+    """Write a study of TCGA's features: a site for each institution, the table of labels, a pipeline per target."""
+    if real or tables.columns:
+        raise UsageError("--real and --column are for slides; sites of public features are simulated")
+    if not tables.clinical or not tables.targets:
+        raise UsageError(f"{archive}: has features; name the clinical table with --clinical FILE, and --target COLUMN")
+    federation = survey_features(
+        archive,
+        tables.clinical,
+        tables.targets,
+        pipeline=pipeline,
+        codes=tables.codes,
+        group_by=tables.group_by or GROUPINGS[0],
+        min_patients=tables.min_patients or MIN_PATIENTS,
+    )
+    values = {"real": False, "clinical": LABEL_TABLE}
+    command = f"import --format trident --from {archive} --labels {LABEL_TABLE}"
+    texts = {site: _render_settings({"name": site, **values}, site, command) for site in federation.slides}
+    write_text(folder / LABEL_TABLE, federation.label_table)
+    _write_study(folder, federation.pipelines, texts)
+    name = tables.targets[0].partition(":")[0]
+    return {
+        "study": str(folder),
+        "layout": "tcga",
+        "pipelines": [*federation.pipelines],
+        "sites": [
+            {"site": site, "slides": n, "patients": federation.patients[site]} for site, n in federation.slides.items()
+        ],
+        "notes": [*federation.notes],
+        "next": f"wsi-fl bench {archive.resolve()} --labels {LABEL_TABLE} --hospitals site --target {name}",
+    }
 
 
 def _adapt_pipeline(name: str, text: str, contents: _ArchiveContents) -> str:
@@ -172,7 +215,8 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, pipeline:
     For a pipeline that needs labels of whole slides these are only the sites with diagnoses, and there are the
     diagnoses of those that the pipeline selects.
     """
-    archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
+    clinical = next(iter(tables.clinical), None)
+    archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=clinical, codes=tables.codes)
     notes = []
     if unknown := sorted(code for site in archive_sites for code in site.unknown_codes):
         notes.append(
@@ -308,7 +352,9 @@ def render_init_lines(document: _InitDocument) -> Lines:
             f"  {_PAPER} repeats the paper, from random weights; --pipeline {_START} starts from published weights "
             "and guarantees ε: a hospital should begin with it"
         )
-    if document["sites"] and document["layout"] is None:
+    if "next" in document:
+        yield TextLine(f"study ready; next: cd {document['study']} && {document['next']}")
+    elif document["sites"] and document["layout"] is None:
         yield TextLine(
             f"study ready; next: cd {document['study']} && wsi-fl import --site {document['sites'][0]['site']} …"
         )
