@@ -1,6 +1,6 @@
 """The map of TCGA by hospital at full size: a made-up TCGA, `wsi-fl init` and `wsi-fl bench`, with times and memory.
 
-    python benchmarks/tcga_map.py FOLDER                        # 40 institutions of 25 to 400 patients; disk: see --patches
+    python benchmarks/tcga_map.py FOLDER                        # 40 institutions of 25 to 400 patients, 25 GB
     python benchmarks/tcga_map.py FOLDER --patches 500 --hospitals 10
     python benchmarks/tcga_map.py FOLDER --target survival      # the same files again
 
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from uuid import NAMESPACE_URL, uuid5
 
@@ -23,10 +24,49 @@ import h5py
 import numpy as np
 
 PROJECTS = ("COAD", "READ", "STAD", "UCEC")
-CODES = (
-    "A6 AA AD AF AG AH AM AU AY AZ CA CK CM D5 DC DM DT DY EF EI F4 F5 G4 G5 NH QG QL RU SS T9 WS 3L 4N 4T 5M AJ AP AX B5 BG"
-).split()
-"""Tissue source sites; of most the institution is named by none of the tables."""
+CODES = [
+    "A6",
+    "AA",
+    "AD",
+    "AF",
+    "A5",
+    "AH",
+    "AM",
+    "AU",
+    "AY",
+    "AZ",
+    "CA",
+    "CK",
+    "CM",
+    "D5",
+    "A2",
+    "DM",
+    "DT",
+    "DY",
+    "EF",
+    "EI",
+    "F4",
+    "A7",
+    "G4",
+    "G5",
+    "NH",
+    "QG",
+    "QL",
+    "RU",
+    "SS",
+    "T9",
+    "WS",
+    "3L",
+    "4N",
+    "4T",
+    "5M",
+    "AJ",
+    "AX",
+    "B5",
+    "D3",
+    "AR",
+]
+"""Tissue source sites of different institutions."""
 SAMPLE_COLUMNS = ("PATIENT_ID", "SAMPLE_ID", "ONCOTREE_CODE", "CANCER_TYPE", "MSI_SCORE_MANTIS", "MSI_SENSOR_SCORE")
 PATIENT_COLUMNS = ("PATIENT_ID", "SUBTYPE", "CANCER_TYPE_ACRONYM", "OS_STATUS", "OS_MONTHS")
 
@@ -34,7 +74,7 @@ PATIENT_COLUMNS = ("PATIENT_ID", "SUBTYPE", "CANCER_TYPE_ACRONYM", "OS_STATUS", 
 def write_slide(path: Path, mean: np.ndarray, n_patches: int, rng: np.random.Generator) -> None:
     """Write the features of a slide as TRIDENT does, float16[n, d] around a mean float32[d]."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    noise = _noise(len(mean))[rng.integers(len(_noise(len(mean))), size=n_patches)]
+    noise = np.take(_noise(len(mean)), rng.integers(4096, size=n_patches), axis=0)
     with h5py.File(path, "w") as file:
         file["features"] = (noise + mean).astype(np.float16)
         file["features"].attrs["encoder"] = "uni_v2" if len(mean) == 1536 else "uni_v1"
@@ -43,12 +83,10 @@ def write_slide(path: Path, mean: np.ndarray, n_patches: int, rng: np.random.Gen
         file["coords"].attrs.update(values | {"overlap": 0})
 
 
-_NOISE: dict[int, np.ndarray] = {}
-
-
+@cache
 def _noise(width: int) -> np.ndarray:
     """Return rows of which the patches of all slides are drawn; drawing each anew would take hours."""
-    return _NOISE.setdefault(width, np.random.default_rng(0).normal(size=(4096, width)).astype(np.float32))
+    return np.random.default_rng(0).normal(size=(4096, width)).astype(np.float32)
 
 
 def write_federation(

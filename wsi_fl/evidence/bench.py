@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
@@ -16,27 +17,31 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from wsi_fl.data.cohort import Cohort, Inputs, concatenate_examples
-from wsi_fl.data.metrics import Probabilities, choose_classes, fill_patient_names
+from wsi_fl.data.cohort import Cohort, concatenate_examples
+from wsi_fl.data.metrics import fill_patient_names
+from wsi_fl.evidence.bench_heads import (
+    HospitalPredictions,
+    fit_local_head,
+    predict_at_site,
+    predict_with_head,
+    read_features,
+    score_predictions,
+)
+from wsi_fl.evidence.bench_page import write_page
 from wsi_fl.evidence.bench_sites import estimate_hospitals, merge_external, score_examples, split_hospitals
 from wsi_fl.evidence.feature_table import FeatureTable, describe_skipped_slides, read_table
 from wsi_fl.federation.federate import SiteResult, federate
 from wsi_fl.federation.methods import LOCAL_METHOD, METHODS, POOLED_METHOD
-from wsi_fl.learning.ensemble import build_ensemble
-from wsi_fl.learning.tuning import FittedHead, fit_linear_head
 from wsi_fl.models.mil import build_linear_head
-from wsi_fl.oneshot.projection import N_RANDOM, Projection, fit_projection, normalize_rows, read_projection
+from wsi_fl.oneshot.projection import N_RANDOM, Projection, fit_projection, read_projection
 from wsi_fl.oneshot.public_features import read_public_features
-from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.privacy.privacy_plan import Unit, propose_plan
 from wsi_fl.report.formatting import Json
-from wsi_fl.report.templates import fill_template
 from wsi_fl.slides.layouts.tcga_targets import SURVIVAL
 from wsi_fl.stages.prepare.import_export import ImportFacts
-from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
+from wsi_fl.stages.runtime.console import SilentProgress, Watcher
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError
 
@@ -185,22 +190,22 @@ class _Benchmark:
         """Return a row of the result for each training and hospital of a sample."""
         torch.set_num_threads(1)
         (parts, test), n_outputs = sample_sites(self.table, sample.cell, sample.seed), self.n_outputs
-        heads = [_fit_local_head(part, n_outputs) for part in parts]
+        heads = [fit_local_head(part, n_outputs) for part in parts]
         names, rows = self._name_hospitals(parts, sample.cell), list[dict[str, object]]()
         for training in sample.trainings:
             start_time = time.monotonic()
             if training.method == LOCAL_METHOD:
-                hospitals = [_Hospital(_predict_with_head(head, test)) for head in heads]
+                hospitals = [HospitalPredictions(predict_with_head(head, test), {}) for head in heads]
             elif training.method == POOLED_METHOD:
-                pooled = _fit_local_head(concatenate_examples(parts), n_outputs)
-                hospitals = [_Hospital(_predict_with_head(pooled, test))] * len(parts)
+                pooled = fit_local_head(concatenate_examples(parts), n_outputs)
+                hospitals = [HospitalPredictions(predict_with_head(pooled, test), {})] * len(parts)
             else:
                 results = self._train_sites(training, parts, names, max(sample.seed, 0))
-                hospitals = [_predict_at_site(*site, test=test) for site in zip(results, parts, heads, strict=True)]
+                hospitals = [predict_at_site(*site, test=test) for site in zip(results, parts, heads, strict=True)]
             common = training._asdict() | sample.cell._asdict() | {"seed": sample.seed}
             common["seconds"] = round(time.monotonic() - start_time, 1)
             for name, hospital in zip(names, hospitals, strict=True):
-                row = common | {"site": name} | _score_predictions(hospital.predictions, test) | hospital.facts
+                row = common | {"site": name} | score_predictions(hospital.predictions, test) | hospital.facts
                 if sample.cell.skew == TABLE_SITES:
                     row["examples"] = score_examples(hospital.predictions, test, name)
                 rows.append(row)
@@ -221,19 +226,22 @@ class _Benchmark:
         self, training: _Training, parts: Sequence[Cohort], names: Sequence[str], seed: int
     ) -> list[SiteResult]:
         """Return the hospitals' models after federated training."""
-        n_units = min(len(np.unique(part.patient)) if self.unit == "patient" else len(part) for part in parts)
+        sizes = [len(np.unique(part.patient)) if self.unit == "patient" else len(part) for part in parts]
+        n_units = min(sizes)
         if METHODS[training.method].payload.is_single_release:
             batch_size, sigma = n_units, find_sigma(training.epsilon, 1.0, 1, _DELTA)
         else:
             plan = propose_plan(n_units, training.rounds, training.epsilon, _DELTA)
             batch_size, sigma = plan.batch_size, plan.mechanism.sigma
-        n_outputs, n_features = self.n_outputs, _read_features(parts[0]).shape[1]
+        # a larger hospital has larger batches, at most of the same share of its units, so its ε is no larger
+        shares = {name: max(batch_size, n // ceil(n_units / batch_size)) for name, n in zip(names, sizes, strict=True)}
+        n_outputs, n_features = self.n_outputs, read_features(parts[0]).shape[1]
         results = federate(
             dict(zip(names, parts, strict=True)),
             training.method,
             private=lambda: build_linear_head(n_outputs, n_features),
             rounds=training.rounds,
-            batch_size=batch_size,
+            batch_size=shares,
             lr=training.lr,
             sigma=sigma,
             delta=_DELTA,
@@ -242,71 +250,6 @@ class _Benchmark:
             seed=seed,
         )
         return list(results.values())
-
-
-def _read_features(rows: Cohort) -> Inputs:
-    return rows.read(np.arange(len(rows)))
-
-
-def _fit_local_head(part: Cohort, n_outputs: int) -> FittedHead:
-    """Fit the head of a hospital alone, as `regular` with `train.tune`."""
-    return fit_linear_head(normalize_rows(_read_features(part)), part.label, part.patient, n_outputs, part.task)
-
-
-class _Hospital(NamedTuple):
-    """The predictions of a hospital's model for test examples, and facts on its training."""
-
-    predictions: Probabilities
-    facts: dict[str, object] = {}
-
-
-def _predict_at_site(result: SiteResult, part: Cohort, head: FittedHead, *, test: Cohort) -> _Hospital:
-    """Return the predictions of a hospital's ensemble of local and federated head, as in a study, and its ε.
-
-    For survival after rounds it is the federated model by itself.
-    """
-    models = result.models
-    model = models.get("proxy") or models.get("shared") or next(iter(models.values()))
-    sample_sizes = model.effective_sample_sizes() if isinstance(model, SharedHead) else None
-    predictions = _predict_with_network(model, test)
-    if part.task.kind == "classes" or sample_sizes:
-        federated = _predict_with_network(model, part)
-        ensemble = build_ensemble(head.held_out, federated, part.label, part.patient, sample_sizes, part.task)
-        predictions = ensemble(_predict_with_head(head, test), predictions)
-    private_predictions = _predict_with_network(models.get("private") or next(iter(models.values())), test)
-    return _Hospital(
-        predictions,
-        {
-            "own_score": _score_predictions(private_predictions, test)["score"],
-            "spent": None if result.epsilon is None else round(result.epsilon, 4),
-            "guarantee": result.guarantee,
-        },
-    )
-
-
-def _score_predictions(predictions: Probabilities, test: Cohort) -> dict[str, object]:
-    """Return balanced accuracy, and AUROC averaged over classes; of survival the concordance."""
-    from sklearn.metrics import balanced_accuracy_score, roc_auc_score
-
-    y = test.label
-    if test.task.kind != "classes":
-        return {"score": test.task.compute_scores(predictions, y)[test.task.scores[0]], "guarantee": "none"}
-    areas = [roc_auc_score(y == label, predictions[:, label]) for label in np.unique(y)]
-    accuracy = balanced_accuracy_score(y, choose_classes(predictions))
-    return {"score": round(float(accuracy), 5), "auroc": round(float(np.mean(areas)), 5), "guarantee": "none"}
-
-
-def _predict_with_head(head: FittedHead, rows: Cohort) -> Probabilities:
-    outputs = normalize_rows(_read_features(rows)) @ head.weight.T + head.bias
-    predictions: Probabilities = rows.task.predict(torch.from_numpy(outputs)).numpy()
-    return predictions
-
-
-def _predict_with_network(model: nn.Module, rows: Cohort) -> Probabilities:
-    with torch.inference_mode():
-        outputs = model.eval()(torch.from_numpy(_read_features(rows))).double()
-        predictions: Probabilities = rows.task.predict(outputs).numpy()
-    return predictions
 
 
 def run_benchmark(
@@ -352,23 +295,17 @@ def run_benchmark(
     table = read_table(path, labels, target, progress)
     if table.excluded:
         progress.print_message(describe_skipped_slides(table.excluded))
+    _require_options(methods, unit)
     if 0 < (unnamed := int((table.rows.patient == "").sum())) < len(table.rows):
         progress.print_message(f"{unnamed} rows name no patient; each counts by itself")
-    for method in methods:
-        if method not in METHODS:
-            raise UsageError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
-        if method in _BASELINES:
-            raise UsageError(f"{method} is always measured as a baseline; leave it out of --method")
-        if METHODS[method].bare_disclosures or METHODS[method].learns_from != "own":
-            raise UsageError(f"{method} needs more than features; train it in a study")
-    if unit not in get_args(Unit):
-        raise UsageError(f"--unit {unit!r}: use {' or '.join(get_args(Unit))}")
     if unit == "patient" and unnamed:
         raise UsageError(f"{path}: --unit patient needs the patient of every row")
-    if by_site := any(cell.skew == TABLE_SITES for cell in cells):
-        table = merge_external(table, external and read_table(external, external_labels, target, progress))
+    n_patients: dict[str, int] = {}
+    if any(cell.skew == TABLE_SITES for cell in cells):
+        other = None if external is None else read_table(external, external_labels, target, progress)
+        table, unit = merge_external(table, other), "row"
         n_patients = {part.obs["site"].iloc[0]: len(part) for part in sample_sites(table, cells[0], 0)[0]}
-        unit, cells = "row", [SamplingCell(len(n_patients), sum(n_patients.values()), TABLE_SITES)]
+        cells = [SamplingCell(len(n_patients), sum(n_patients.values()), TABLE_SITES)]
     elif external is not None or target == SURVIVAL:
         raise UsageError("--external and --target survival go with --hospitals site")
     for cell in cells:
@@ -376,22 +313,30 @@ def run_benchmark(
     benchmark = _Benchmark(table, cast(Unit, unit), _read_projection(projection))
     rows = _measure_all(benchmark, methods, epsilons, cells, seeds, out=out, jobs=jobs, progress=progress)
     results = pd.DataFrame(rows, columns=_RESULT_COLUMNS)
-    gains = [[_measure_gain(results, m, epsilon, cell) for m in methods for epsilon in epsilons] for cell in cells]
-    document: Json = {"table": str(path), "rows": str(out), "unit": "patient" if by_site else unit, "delta": _DELTA}
-    document |= {"seeds": seeds, "excluded": [asdict(slide) for slide in table.excluded]}
-    document["score"] = "concordance" if table.rows.task.kind == "survival" else "balanced accuracy"
-    if by_site:
-        is_final = results["seed"] != _TUNING_SEED
-        examples, test = [row.get("examples") for row in rows], sample_sites(table, cells[0], 0)[1]
+    trials = itertools.product(cells, methods, epsilons)
+    document: dict[str, Any] = {"table": str(path), "rows": str(out), "unit": "patient" if n_patients else unit}
+    document |= {"delta": _DELTA, "seeds": seeds, "excluded": [asdict(slide) for slide in table.excluded]}
+    document["score"] = "balanced accuracy" if table.classes else "concordance"
+    if n_patients:
+        is_final, test = results["seed"] != _TUNING_SEED, sample_sites(table, cells[0], 0)[1]
+        examples = [row["examples"] for row in rows]
         document["hospitals"] = estimate_hospitals(results[is_final], examples, test, n_patients)
-    page = {
-        "document": document,
-        "columns": [f"{gain['method']}, ε = {gain['epsilon']:g}" for gain in gains[0]],
-        "rows": gains,
-        "most": max(abs(gain["gain"]) for row in gains for gain in row),
-    }
-    write_text(out.with_suffix(".html"), fill_template("bench", page, Path(__file__).parent))
-    return document | {"page": str(out.with_suffix(".html")), "cells": [gain for row in gains for gain in row]}
+    document["cells"] = [_measure_gain(results, method, epsilon, cell) for cell, method, epsilon in trials]
+    write_page(out.with_suffix(".html"), document)
+    return document | {"page": str(out.with_suffix(".html"))}
+
+
+def _require_options(methods: Sequence[str], unit: str) -> None:
+    """Refuse methods that are unknown, baselines, or of more than features, and an unknown unit."""
+    if unit not in get_args(Unit):
+        raise UsageError(f"--unit {unit!r}: use {' or '.join(get_args(Unit))}")
+    for method in methods:
+        if method not in METHODS:
+            raise UsageError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+        if method in _BASELINES:
+            raise UsageError(f"{method} is always measured as a baseline; leave it out of --method")
+        if METHODS[method].bare_disclosures or METHODS[method].learns_from != "own":
+            raise UsageError(f"{method} needs more than features; train it in a study")
 
 
 def _read_projection(path: Path | None) -> Projection | int:
@@ -445,7 +390,7 @@ def _measure_all(
 
 
 def _list_candidates(cell: SamplingCell) -> tuple[tuple[int, float], ...]:
-    """Return the candidates of (rounds, learning rate); of a table's own hospitals, which may be many, the short ones."""
+    """Return the candidates of (rounds, learning rate); only the short ones for a table's hospitals, often many."""
     rounds = min(n for n, _ in _HYPERPARAMETERS)
     return tuple(pair for pair in _HYPERPARAMETERS if cell.skew != TABLE_SITES or pair[0] == rounds)
 
@@ -479,21 +424,3 @@ def _measure_gain(results: pd.DataFrame, method: str, epsilon: float, cell: Samp
         "half_width": half_width,
         "worst_site": float(gain.groupby("site").mean().min()),
     }
-
-
-def render_bench_lines(document: Json) -> Lines:
-    """Yield a row for each cell, method and ε."""
-    rows = [
-        [
-            f"{gain['sites']} × {gain['n']}, {gain['skew']}",
-            f"{gain['method']}, ε = {gain['epsilon']:g}",
-            *(f"{gain[name]:.3f}" for name in ("local", "federated", "pooled")),
-            f"{gain['gain']:+.3f}" + ("" if gain["half_width"] is None else f" ± {gain['half_width']:.3f}"),
-            f"{gain['worst_site']:+.3f}",
-        ]
-        for gain in document["cells"]
-    ]
-    headings = ["hospitals", "method", "local", "federated", "pooled", "gain", "worst site"]
-    yield TextTable("balanced accuracy", headings, rows)
-    yield TextLine(f"{document['seeds']} seeds; a gain is paired with the local head, ± its 95 % interval over seeds")
-    yield TextLine(f"{document['rows']}: a line for every seed and hospital; {document['page']}: the map")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from wsi_fl.data.cohort import Cohort, concatenate_examples
-from wsi_fl.data.metrics import mean_over_classes
 from wsi_fl.data.tasks import PredictionArray
 from wsi_fl.evidence.feature_table import FeatureTable
 from wsi_fl.evidence.verdict import Estimate, decide_verdict, estimate_mean
@@ -71,7 +71,7 @@ def list_hospitals(rows: Cohort) -> list[str]:
 
 
 def _is_test(rows: Cohort) -> NDArray[np.bool_]:
-    return rows.obs["split"].isin(["test", EXTERNAL]).to_numpy()
+    return np.asarray(rows.obs["split"].isin(["test", EXTERNAL]), bool)
 
 
 def split_hospitals(rows: Cohort, *, is_tuning: bool) -> tuple[list[Cohort], Cohort]:
@@ -114,7 +114,7 @@ def estimate_hospitals(
         examples: the scores of test patients of each row, by test set.
         n_patients: training patients by hospital.
     """
-    documents = []
+    documents: list[Json] = []
     for (site, n), test_set in ((pair, name) for name in (OWN, ALL, EXTERNAL) for pair in n_patients.items()):
         mask = _mask_tests(test, site)[test_set]
         at_site = results[results["site"] == site].sort_values("seed", kind="stable")
@@ -141,7 +141,10 @@ def _estimate_gains(scores: Mapping[tuple[str, float], NDArray[np.float64]], tes
 
     local, pooled = scores[LOCAL_METHOD, 0.0], scores[POOLED_METHOD, 0.0]
     pooled_gain = estimate(pooled - local, -1.0)
-    document: Json = {"local": estimate(local, 0.0).build_document(), "pooled": estimate(pooled, 0.0).build_document()}
+    document: dict[str, Any] = {
+        "local": estimate(local, 0.0).build_document(),
+        "pooled": estimate(pooled, 0.0).build_document(),
+    }
     document["methods"] = []
     for (method, epsilon), values in scores.items():
         if method not in (LOCAL_METHOD, POOLED_METHOD):

@@ -54,7 +54,8 @@ def run_bench(
     as_json: Json = False,
 ) -> None:
     """Compare methods on hospitals sampled from one feature table, with local and pooled baselines."""
-    from wsi_fl.evidence.bench import parse_cells, parse_numbers, render_bench_lines, run_benchmark
+    from wsi_fl.evidence.bench import parse_cells, parse_numbers, run_benchmark
+    from wsi_fl.evidence.bench_page import render_bench_lines
 
     work = partial(
         run_benchmark,

@@ -124,7 +124,7 @@ def _read_folder(path: Path, labels: Path | None, target: str | None, progress: 
     files, entries, slides, excluded = layout.find(path), [], set(), list[ExcludedSlide]()
     for number, row in enumerate(rows):
         slide = match_slide_name(row["slide"], files)
-        progress.update("slides", number, len(rows), slide)
+        progress.update("slides", number / len(rows), 1, slide)
         if slide in slides:
             raise UsageError(f"{row.where}: slide {slide} has a row already")
         slides.add(slide)
