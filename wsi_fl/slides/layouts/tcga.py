@@ -103,13 +103,12 @@ _TYPE_OF_PROJECT = {
 }
 """Project without `TCGA-` → its tumour type."""
 _SUFFIXES = (".svs", ".tif", ".tiff")
-FEATURES_SUFFIX = ".h5"
 GROUPINGS = ("institution", "tss")
 _DIAGNOSTIC = ("DX",)
 """Diagnostic slides of embedded tissue; TS and BS are frozen sections beside the samples."""
 _BARCODE = re.compile(
     r"TCGA-(?P<tss>[A-Z0-9]{2})-(?P<participant>[A-Z0-9]{4})-(?P<sample>\d{2})[A-Z]"
-    r"-\d{2}-(?P<kind>DX|TS|BS|MS)(?P<number>[A-Z0-9]+)(?:\.(?P<uuid>[^.]+))?"
+    r"-\d{2}-(?P<kind>DX|TS|BS|MS)(?P<number>[A-Z0-9]+)(?:\.(?P<uuid>[0-9A-Fa-f-]+))?"
 )
 _NORMAL = range(10, 20)
 """Sample types of healthy tissue or blood."""
@@ -142,16 +141,16 @@ def parse_barcode(name: str) -> _Barcode | None:
         ('05', '4244', '01', 'DX', '1')
     """
     path = Path(name)
-    match = _BARCODE.fullmatch(path.stem if path.suffix.lower() in (*_SUFFIXES, FEATURES_SUFFIX) else path.name)
+    match = _BARCODE.fullmatch(path.stem if path.suffix.lower() in _SUFFIXES else path.name)
     return _Barcode(**match.groupdict()) if match else None
 
 
-def list_slides(archive: Path, suffixes: Collection[str] = _SUFFIXES) -> Iterator[tuple[Path, _Barcode]]:
-    """Yield the files named by barcodes of slides below a folder, in order."""
+def list_slides(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
+    """Yield the slides named by barcodes below a folder, in order."""
     pattern = f"{glob.escape(str(archive))}/**/TCGA-*"
     for name in sorted(glob.glob(pattern, recursive=True)):  # noqa: PTH207 as the site's own pattern will
         path = Path(name)
-        barcode = parse_barcode(path.name) if path.suffix.lower() in suffixes else None
+        barcode = parse_barcode(path.name) if path.suffix.lower() in _SUFFIXES else None
         if barcode is not None and path.is_file():
             yield path, barcode
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import tomli_w
 
 from wsi_fl.slides.layouts.common import group_pairs
-from wsi_fl.slides.layouts.tcga import FEATURES_SUFFIX, list_slides, name_site, read_institutions
+from wsi_fl.slides.layouts.tcga import list_slides, name_site, parse_barcode, read_institutions
 from wsi_fl.slides.layouts.tcga_targets import (
     SURVIVAL_COLUMNS,
     SURVIVAL_INTERVALS,
@@ -22,13 +22,14 @@ from wsi_fl.slides.layouts.tcga_targets import (
     read_target,
 )
 from wsi_fl.slides.patching.splits import assign_splits
+from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.types import SlideRecord, UsageError
 
 LABEL_TABLE = "labels.csv"
 _COLUMNS = ("site", "slide", "patient", "split", "label")
 MIN_PATIENTS = 25
 _TEST_FRACTION = 0.2
-_MAX_CLASSES_NAMED = 6
+_MAX_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ class FeatureFederation:
 
 
 def has_features(archive: Path) -> bool:
-    """Return whether a folder holds files of features named by TCGA's barcodes."""
-    return next(list_slides(archive, (FEATURES_SUFFIX,)), None) is not None
+    """Return whether a folder holds files of features named by TCGA's barcodes, and no slides."""
+    files = (path.stem for path in archive.rglob("TCGA-*.h5"))
+    return any(map(parse_barcode, files)) and next(list_slides(archive), None) is None
 
 
 def survey_features(
@@ -77,45 +79,54 @@ def survey_features(
     """
     rows = read_clinical(tables)
     patient_targets = [read_target(rows, text) for text in dict.fromkeys(targets)]
-    if taken := {name for target in patient_targets for name in target.columns} & {*_COLUMNS}:
-        raise UsageError(f"--target {min(taken)}: the label table has a column of this name; rename it in --clinical")
-    institutions = list_institutions(rows) | read_institutions(codes)
+    if shared := {name for target in patient_targets for name in target.columns} & {*_COLUMNS}:
+        raise UsageError(f"--target {min(shared)}: the label table has a column of this name; rename it in --clinical")
+    institutions = list_institutions(rows) | read_institutions(codes) if group_by == "institution" else {}
+    records = _list_records(archive, institutions)
     labelled = {patient for target in patient_targets for patient in target.values}
-    records, n_unlabelled = [], 0
-    for path, barcode in list_slides(archive, (FEATURES_SUFFIX,)):
-        if barcode.kind != "DX" or not barcode.is_tumor:
-            continue
-        name = institutions.get(barcode.tss) if group_by == "institution" else None
-        site = name_site(name or barcode.tss)
-        if barcode.patient in labelled:
-            records.append(SlideRecord(path, path.stem, barcode.patient, site, "weak", True))
-        n_unlabelled += barcode.patient not in labelled
-    records_by_site = group_pairs((record.site, record) for record in records)
-    patients = {site: len({record.patient for record in group}) for site, group in records_by_site.items()}
-    small = sorted(site for site, n in patients.items() if n < min_patients)
-    sites = sorted(patients.keys() - small)
-    if len(sites) < 2:
+    by_site = group_pairs((record.site, record) for record in records if record.patient in labelled)
+    patients = {site: len({record.patient for record in group}) for site, group in sorted(by_site.items())}
+    small = {site: n for site, n in patients.items() if n < min_patients}
+    if len(patients) < len(small) + 2:
         raise UsageError(
-            f"{archive}: {len(sites)} of {len(patients)} institutions have {min_patients} patients with a target; "
-            "two are needed: lower --min-patients, or compare the patients of --clinical with the files' barcodes"
+            f"{archive}: {len(patients) - len(small)} of {len(patients)} institutions have {min_patients} patients "
+            "with a target; two are needed: lower --min-patients, or compare barcodes in --clinical and --from"
         )
-    split_records = [
-        record for site in sites for record in assign_splits(records_by_site[site], test_fraction=_TEST_FRACTION)
-    ]
-    notes = list(_describe_targets(patient_targets, {record.patient for record in split_records}))
-    if n_unlabelled:
-        notes.append(f"{n_unlabelled} slides are left out: their patients have no target in --clinical")
+    selected = {site: assign_splits(by_site[site], test_fraction=_TEST_FRACTION) for site in patients.keys() - small}
+    split_records = [record for site in sorted(selected) for record in selected[site]]
+    notes = _describe_targets(patient_targets, {record.patient for record in split_records})
+    if n_unlabelled := sum(record.patient not in labelled for record in records):
+        notes.append(f"slides without a target of their patient in --clinical, left out: {n_unlabelled}")
     if small:
-        n = sum(patients[site] for site in small)
-        names = ", ".join(small[:_MAX_CLASSES_NAMED]) + (", …" if len(small) > _MAX_CLASSES_NAMED else "")
-        notes.append(f"{len(small)} institutions with fewer than {min_patients} patients are left out ({n}): {names}")
+        names = ", ".join([*small][:_MAX_NAMED]) + (", …" if len(small) > _MAX_NAMED else "")
+        notes.append(
+            f"institutions with fewer than {min_patients} patients, left out: {len(small)} with {sum(small.values())} "
+            f"patients ({names})"
+        )
     return FeatureFederation(
         _render_labels(split_records, patient_targets),
         dict(_render_pipeline(target, pipeline) for target in patient_targets),
-        {site: len(records_by_site[site]) for site in sites},
-        {site: patients[site] for site in sites},
+        {site: len(selected[site]) for site in sorted(selected)},
+        {site: patients[site] for site in sorted(selected)},
         notes,
     )
+
+
+def _list_records(archive: Path, institutions: Mapping[str, str]) -> list[SlideRecord]:
+    """Return the diagnostic slides of tumours, each at its institution or else its source site."""
+    barcodes = [(path, parse_barcode(slide)) for slide, path in LAYOUTS["trident"].find(archive).items()]
+    return [
+        SlideRecord(
+            path,
+            path.stem,
+            barcode.patient,
+            name_site(institutions.get(barcode.tss, barcode.tss)),
+            "weak",
+            positive=True,
+        )
+        for path, barcode in barcodes
+        if barcode is not None and barcode.kind == "DX" and barcode.is_tumor
+    ]
 
 
 def _describe_targets(targets: Sequence[PatientTarget], patients: set[str]) -> list[str]:
@@ -124,7 +135,7 @@ def _describe_targets(targets: Sequence[PatientTarget], patients: set[str]) -> l
     for target in targets:
         values = [target.values[patient][-1] for patient in sorted(patients & target.values.keys())]
         classes = target.classes or ["0", "1"]
-        shown = [f"{values.count(name)} {name}" for name in classes[:_MAX_CLASSES_NAMED]]
+        shown = [f"{values.count(name)} {name}" for name in classes[:_MAX_NAMED]]
         text = f"{len(values)} patients: " + ", ".join(shown) + (", …" if len(classes) > len(shown) else "")
         if not target.classes:
             text = f"{len(values)} patients, {values.count('1')} died"

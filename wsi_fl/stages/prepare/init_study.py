@@ -149,6 +149,8 @@ def _init_features(folder: Path, archive: Path, tables: ArchiveTables, pipeline:
     """Write a study of TCGA's features: a site for each institution, the table of labels, a pipeline per target."""
     if real or tables.columns:
         raise UsageError("--real and --column are for slides; sites of public features are simulated")
+    if tables.group_by not in (None, *GROUPINGS):
+        raise UsageError(f"unknown grouping {tables.group_by!r}; known: {', '.join(GROUPINGS)}")
     if not tables.clinical or not tables.targets:
         raise UsageError(f"{archive}: has features; name the clinical table with --clinical FILE, and --target COLUMN")
     federation = survey_features(
