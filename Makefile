@@ -6,7 +6,9 @@ PYTHON := $(shell for python in .venv/bin/python python3.11 python3.12 python3.1
 endif
 VERSION := $(shell $(or $(PYTHON),false) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 BIN := .venv/bin
-PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+# Compiled by all cores afterwards, instead of by one.
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages ship files for other Pythons
 # PyTorch for processors alone is 4.5 GB smaller; CPU_WHEELS= is for machines that install for others with a GPU.
 CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 WHEELS ?= .[mpi,flare,dossier,view]
@@ -19,6 +21,7 @@ help:            ## what there is to make
 env: .venv/.ready-$(VERSION)  ## the environment with all extras, in .venv
 .venv/.ready-$(VERSION): .venv/.demo-$(VERSION)
 	$(PIP_INSTALL) -c constraints.txt -e '.[mpi,flare,dossier,synthesis,export,formats,czi,isyntax,view,dev]'
+	@$(COMPILE)
 	@touch $@
 
 .venv/.demo-$(VERSION): pyproject.toml constraints.txt
@@ -29,6 +32,7 @@ env: .venv/.ready-$(VERSION)  ## the environment with all extras, in .venv
 	  echo 'no NVIDIA GPU here: PyTorch from $(CPU_WHEELS)'; \
 	  $(PIP_INSTALL) --no-deps --index-url $(CPU_WHEELS) $$(grep -E '^torch(vision)?==' constraints.txt); fi
 	$(PIP_INSTALL) -c constraints.txt -e '.[mpi]'
+	@$(COMPILE)
 	@touch $@
 
 demo: .venv/.demo-$(VERSION)  ## four hospitals' slides → patches → each alone, all together on MPI ranks → who should join

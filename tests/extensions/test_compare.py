@@ -265,6 +265,19 @@ def test_differing_settings_make_rows_and_labels(pair):
     assert "train.alpha=0.3" in Document((pair.root / document["page"]).read_text()).text
 
 
+def test_seeds_with_other_settings_of_a_site_file_are_not_averaged(study_copy):
+    for name, line in (("00001-proxyfl-small", "batch_size = 9"), ("00004-fedavg-small", 'private_model = "cnn1"')):
+        snapshot = study_copy.runs_path / name / "sites" / "S1" / "site.toml"
+        snapshot.write_text(f"{snapshot.read_text()}{line}\n")
+    rows = compare_methods(study_copy, ["1-6"], baseline=False)["rows"]
+    assert {row["label"]: row["seeds"] for row in rows if row["seeds"]} == {
+        "ProxyFL with DP, S1.batch_size=9": [0],
+        "ProxyFL with DP, S1.batch_size=default": [1, 2],
+        "FedAvg with DP, S1.batch_size=default": [0, 1, 2],  # private_model has no effect on it
+        "Regular without DP, S1.batch_size=default": [0, 1, 2],
+    }
+
+
 def test_an_untuned_local_baseline_is_listed_beside_the_missing_tuned_one(pair):
     name = run(pair, "regular", "train.tune=false", "privacy.enabled=false")
     document = compare_methods(pair, [name], baseline=False)

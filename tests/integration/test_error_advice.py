@@ -150,7 +150,7 @@ def test_long_commands_alone_print_a_first_line_before_heavy_imports(tmp_path, w
         "import wsi_fl.stages.training.train, wsi_fl.stages.prepare.tile\n"
         "heavy = {'torch', 'opacus', 'scipy', 'skimage', 'sklearn', 'tifffile', 'monai'}\n"
         "try: m.main()\nexcept SystemExit: print(*heavy & {*sys.modules})\n"
-        "import wsi_fl.stages.evaluation.write_report, wsi_fl.evidence.compare\n"
+        "import wsi_fl.stages.evaluation.write_report, wsi_fl.evidence.compare, wsi_fl.stages.prepare.check_stores\n"
         "print('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code]

@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -42,11 +43,14 @@ def encapsulate(frames):
     return head + items + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0)
 
 
-def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=EXPLICIT, pack=None, **more):
+def write_dicom(
+    path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), part=slice(None), syntax=EXPLICIT, pack=None, **more
+):
     """Write a picture uint8[h, w, 3] as one file of a slide, in tiles of 64 px.
 
     Args:
         lacking: numbers of tiles, row by row, that are left out: the file is sparse then.
+        part: tiles that the file holds of a concatenation; its attributes are among `more`.
         pack: what makes the bytes of a frame of a tile, where it is not stored as it is.
         more: values of attributes by their name below.
     """
@@ -56,8 +60,8 @@ def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=
         for y in range(0, height, 64)
         for x in range(0, width, 64)
     ]
-    tiles = [tile for k, tile in enumerate(tiles) if k not in lacking]
-    uid = "1.2.3." + ".".join(str(ord(letter)) for letter in f"{series[-3:]}{Path(path).stem}")
+    tiles = [tile for k, tile in enumerate(tiles) if k not in lacking][part]
+    uid = "1.2.3." + ".".join(str(ord(letter)) for letter in f"{series[-3:]}{Path(path).stem[:8]}")
     spacing = f"{mpp / 1000:.6f}\\{mpp / 1000:.6f}"
     places = [
         sequence(
@@ -72,9 +76,14 @@ def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=
         "instance": (0x00080018, "UI", uid),
         "pyramid": (0x00080019, "UI", ""),
         "modality": (0x00080060, "CS", "SM"),
+        "patient": (0x00100020, "LO", ""),
         "study": (0x0020000D, "UI", "1.2.3.1"),
         "series": (0x0020000E, "UI", series),
         "frame": (0x00200052, "UI", "1.2.3.3"),
+        "concatenation": (0x00209161, "UI", ""),
+        "number": (0x00209162, "US", ""),
+        "parts": (0x00209163, "US", ""),
+        "offset": (0x00209228, "UL", ""),
         "organization": (0x00209311, "CS", "TILED_SPARSE" if lacking else "TILED_FULL"),
         "samples": (0x00280002, "US", 3),
         "colours": (0x00280004, "CS", "RGB"),
@@ -86,6 +95,7 @@ def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=
         "stored": (0x00280101, "US", 8),
         "high": (0x00280102, "US", 7),
         "signed": (0x00280103, "US", 0),
+        "container": (0x00400512, "LO", ""),
         "width": (0x00480006, "UL", width),
         "height": (0x00480007, "UL", height),
         "paths": (0x00480302, "UL", 1),
@@ -113,3 +123,12 @@ def write_dicom(path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), syntax=
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(bytes(128) + b"DICM" + element(0x00020000, "UL", len(meta)) + meta + data)
     return Path(path)
+
+
+def write_concatenation(folder, picture, bounds, *, missing=(), **more):
+    """Write a picture as a concatenation of files, 0.dcm and so on, of the tiles between bounds; some are missing."""
+    for k, (first, end) in enumerate(pairwise(bounds)):
+        if k not in missing:
+            places = {"concatenation": "1.2.3.77", "number": k + 1, "offset": first}
+            write_dicom(folder / f"{k}.dcm", picture, part=slice(first, end), **places, **more)
+    return folder

@@ -2,11 +2,13 @@
 
 import struct
 from functools import partial
+from io import BytesIO
 
 import numpy as np
 import pytest
 from builders import halves, refused
-from dicom_files import DEFLATED, element, sequence, write_dicom
+from dicom_files import DEFLATED, element, sequence, write_concatenation, write_dicom
+from PIL import Image, ImageCms
 from simplejpeg import encode_jpeg
 
 from wsi_fl.slides.reading.formats import is_slide_folder, slide_name
@@ -69,12 +71,15 @@ REFUSED = {
     "HTJ2K": {"syntax": "1.2.840.10008.1.2.4.201"},
     "JPEG-LS": {"syntax": "1.2.840.10008.1.2.4.80"},
     "RLE": {"syntax": "1.2.840.10008.1.2.5"},
+    "JPEG XL": {"syntax": "1.2.840.10008.1.2.4.110"},
     "a deflated file": {"syntax": DEFLATED},
     "2 optical paths": {"paths": 2},
     "3 focal planes": {"planes": 3},
     "16-bit MONOCHROME2": {"samples": 1, "bits": 16, "colours": "MONOCHROME2"},
     "YBR_FULL": {"colours": "YBR_FULL"},
     "RGB in planes": {"planar": 1},
+    "8-bit YBR_PARTIAL_420": {"colours": "YBR_PARTIAL_420", "syntax": "1.2.840.10008.1.2.4.50"},
+    "8-bit YBR_ICT": {"colours": "YBR_ICT", "syntax": "1.2.840.10008.1.2.4.90"},
 }
 
 
@@ -106,6 +111,20 @@ def rgb_by_name(tile):
     return stream[:at] + b"R" + stream[at + 1 : at + 3] + b"G" + stream[at + 4 : at + 6] + b"B" + stream[at + 7 :]
 
 
+def rgb_by_header(tile):
+    """Return a stream of RGB that does not say so, as many slides of Aperio have."""
+    with BytesIO() as file:
+        Image.fromarray(np.ascontiguousarray(tile)).save(file, "JPEG", quality=98, keep_rgb=True)
+        stream = file.getvalue()
+    at = stream.index(b"Adobe") - 4
+    stream = stream[:at] + stream[at + 16 :]
+    for marker, first, step in ((b"\xff\xc0", 10, 3), (b"\xff\xda", 5, 2)):
+        for k in range(3):
+            at = stream.index(marker) + first + step * k
+            stream = stream[:at] + bytes([k + 1]) + stream[at + 1 :]
+    return stream
+
+
 def jpeg_2000(tile, mct=False):
     encode = pytest.importorskip("imagecodecs").jpeg2k_encode
     return bytes(encode(np.ascontiguousarray(tile), level=0, reversible=True, codecformat="j2k", mct=mct))
@@ -129,6 +148,7 @@ def test_a_header_that_contradicts_the_colors_of_its_frames_is_refused(tmp_path,
 
 TRUTHS = {
     "YCbCr": ("YBR_FULL_422", JPEG, jpeg),
+    "RGB by its header alone": ("RGB", JPEG, rgb_by_header),
     "RGB": ("RGB", JPEG_2000, jpeg_2000),
     "transformed": ("YBR_ICT", JPEG_2000, partial(jpeg_2000, mct=True)),
     "RGB that is transformed": ("RGB", JPEG_2000, partial(jpeg_2000, mct=True)),
@@ -142,6 +162,79 @@ def test_packed_frames_have_the_colours_of_their_picture(tmp_path, how):
     with Slide(tmp_path, MPP) as slide:
         apart = np.abs(slide.read((0, 0), 192, MPP).astype(int) - PICTURE[:, :192])
     assert apart.mean() < 4
+
+
+@pytest.mark.parametrize("lacking", [(), (2,)])
+def test_a_concatenation_is_read_with_the_levels_and_pictures_beside_it(tmp_path, lacking):
+    write_concatenation(tmp_path, PICTURE, (0, 5, 7, 12 - len(lacking)), lacking=lacking)
+    (tmp_path / "0.dcm").rename(tmp_path / "z.dcm")  # the order of names is of no account
+    write_dicom(tmp_path / "level.dcm", halves(PICTURE)[1], mpp=2 * MPP)
+    write_dicom(tmp_path / "label.dcm", PICTURE[:64, :64], kind="ORIGINAL\\PRIMARY\\LABEL\\NONE")
+    for path in (tmp_path, tmp_path / "2.dcm"):
+        with Slide(path) as slide:
+            assert (slide.size_l0, slide.level_downsamples, slide.mpp) == ((256, 192), (1, 2), MPP)
+            np.testing.assert_array_equal(slide.read((0, 64), 128, MPP), PICTURE[64:192, :128])
+            np.testing.assert_array_equal(slide.read((0, 0), 96, 2 * MPP), halves(PICTURE)[1][:96, :96])
+
+
+MISSING = {
+    "the first": ((0,), {}, "lacks its frames 1 to 4;"),
+    "one between": ((1,), {}, "lacks its frames 5 to 8;"),
+    "the last": ((2,), {}, "lacks its frames 9 to 12;"),
+    "all but one": ((0, 2), {}, "lacks its frames 1 to 4;"),
+    "the last of sparse tiles": ((2,), {"lacking": (11,), "parts": 3}, "lacks 1 of its 3 files;"),
+    "the last, beside another level": ((2,), {"level": True}, "lacks its frames 9 to 12;"),
+}
+
+
+@pytest.mark.parametrize("which", MISSING)
+def test_a_missing_part_of_a_concatenation_is_named(tmp_path, which):
+    """Without the last part OpenSlide shows background there."""
+    missing, more, what = MISSING[which]
+    if more.pop("level", False):
+        write_dicom(tmp_path / "level.dcm", halves(PICTURE)[1], mpp=2 * MPP)
+    write_concatenation(tmp_path, PICTURE, (0, 4, 8, 12), missing=missing, **more)
+    refused(lambda: Slide(tmp_path), "a DICOM concatenation that", what, "download the series again")
+
+
+@pytest.mark.parametrize(("numbers", "downsamples"), [((0, 2), (1, 4)), ((1, 2), (1, 2))])
+def test_levels_that_are_missing_are_done_without(tmp_path, numbers, downsamples):
+    for k in numbers:
+        write_dicom(tmp_path / f"{k}.dcm", halves(PICTURE, 3)[k], mpp=MPP * 2**k)
+    finest = halves(PICTURE, 3)[numbers[0]]
+    with Slide(tmp_path) as slide:
+        assert (slide.size_l0, slide.level_downsamples) == (finest.shape[1::-1], downsamples)
+        assert slide.mpp == MPP * 2 ** numbers[0]
+        np.testing.assert_array_equal(slide.read((10, 20), 64, slide.mpp), finest[20:84, 10:74])
+
+
+def test_a_colour_profile_is_not_applied(tmp_path):
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("XYZ")).tobytes()
+    profile += b"\0" * (len(profile) % 2)
+    path = write_dicom(tmp_path / "a.dcm", PICTURE)
+    before, paths, after = path.read_bytes().partition(struct.pack("<HH2s", 0x0048, 0x0302, b"UL"))
+    path.write_bytes(before + sequence(0x00480105, element(0x00282000, "OB", profile)) + paths + after)
+    with Slide(tmp_path) as slide:
+        assert read_header(path).paths == 1
+        np.testing.assert_array_equal(slide.read((0, 0), 100, MPP), PICTURE[:100, :100])
+
+
+def test_a_concatenation_of_one_file_is_named(tmp_path):
+    write_concatenation(tmp_path, PICTURE, (0, 12))
+    refused(lambda: Slide(tmp_path), "0.dcm: the only file of a DICOM concatenation", "ConcatenationUID")
+
+
+def test_two_copies_of_a_file_are_named(tmp_path):
+    """A second download of a series may lay the later version of a file beside the earlier."""
+    for name in ("a.dcm", "b.dcm"):
+        write_dicom(tmp_path / name, PICTURE, instance="1.2.3.9")
+    refused(lambda: Slide(tmp_path), "a.dcm (256 × 192) and b.dcm (256 × 192) are two copies", "delete one")
+
+
+@pytest.mark.parametrize("frames", ["many", "1e999", "nan", ""])
+def test_a_count_of_frames_that_is_no_number_counts_none(tmp_path, frames):
+    path = write_dicom(tmp_path / "a.dcm", PICTURE, frames=frames)
+    assert read_header(path).frames == 0
 
 
 @pytest.mark.parametrize("head", [bytes(8), b"II*\0\x08\0\0\0"])

@@ -104,6 +104,7 @@ def test_files_that_a_power_loss_emptied_and_strays_block_nothing(tmp_path):
     (path / "p" / "x.done").write_bytes(b"")
     (path / "p" / "y.done").write_bytes(b"\0\xff")
     (path.parent / ".DS_Store").touch()
+    (path.parent / "@eaDir" / "x").mkdir(parents=True)
     with join(tmp_path) as work:
         assert work.path == path and work.list_items("p")[0] == {"z"}
         assert work.claim_item("p", "x") and work.claim_item("p", "y")

@@ -93,6 +93,15 @@ def test_companion_files_of_macos_are_ignored(tmp_path):
         (root / name).write_bytes(b"\0\5\x16\7")
     assert {path.name for path in glob_paths(f"{root}/slides/*")} == {f"{name}.tif" for name in "abcd"}
     assert not {path.name for path in drop_companions(root.iterdir())} & set(COMPANIONS)
+    for folder in ("@eaDir/e.tif", "#recycle", "more/.snapshot"):  # of network disks: previews, deleted files, the past
+        (root / "slides" / folder).mkdir(parents=True)
+        (root / "slides" / folder / "f.tif").touch()
+    (root / "slides" / "more" / "e.tif").touch()
+    for pattern in ("**/*.tif", "*/*.tif", "**/more/**/*.tif"):
+        assert {path.name for path in glob_paths(f"{root}/slides/{pattern}")} - {f"{c}.tif" for c in "abcd"} == {
+            "e.tif"
+        }
+    assert {path.name for path in glob_paths(f"{root}/slides/more/.snapshot/*")} == {"f.tif"}, "where it is named"
     camelyon = tmp_path / "c17"
     camelyon.mkdir()
     for name in ("patient_000_node_0.tif", "._patient_000_node_0.tif", "._patient_000_node_1.tif"):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.stores.bag_store import UNKNOWN_PLACE, Bag, BagStore
-from wsi_fl.system.file_names import is_companion, slide_of
+from wsi_fl.system.file_names import drop_companions, slide_of
 from wsi_fl.types import UsageError, WsiFlError
 
 MAGNIFICATION_UM = 10.0
@@ -127,12 +127,7 @@ def check_places(values: NDArray[Any], n: int, name: str) -> NDArray[Any]:
 def list_files(folder: Path, suffix: str, *, is_deep: bool = False) -> list[Path]:
     """Return the files of a folder, or below it, with a suffix in any case, without companions."""
     paths = folder.rglob("*") if is_deep else folder.glob("*")
-    candidates = (path for path in paths if path.suffix.lower() == suffix and not path.is_dir())
-    return sorted(path for path in candidates if not any(map(is_companion, _relative_parts(path, folder))))
-
-
-def _relative_parts(path: Path, folder: Path) -> list[Path]:
-    return [Path(part) for part in path.relative_to(folder).parts]
+    return drop_companions((path for path in paths if path.suffix.lower() == suffix and not path.is_dir()), folder)
 
 
 def find_files(folder: Path, suffix: str, missing: str) -> dict[str, Path]:
@@ -155,7 +150,7 @@ def index_by_slide(folder: Path, files: Iterable[Path]) -> dict[str, Path]:
     slide_files: dict[str, Path] = {}
     for path in sorted(files):
         if (other := slide_files.setdefault(slide_of(path), path)) != path:
-            folder_names = sorted({str(_relative_parts(slide_path, folder)[0]) for slide_path in (other, path)})
+            folder_names = sorted({slide_path.relative_to(folder).parts[0] for slide_path in (other, path)})
             if len(folder_names) > 1 and len(path.relative_to(folder).parts) > 1:
                 raise UsageError(f"{folder}: {several_folders_message(folder_names)}")
             raise UsageError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from unicodedata import normalize
 
@@ -20,7 +21,10 @@ _MISSING = frozenset(
     }
 )
 """Missing values in tables, in lower case: those of pandas, and the words of archives."""
-_COMPANIONS = {*("thumbs.db", "desktop.ini", "ehthumbs.db"), *("__macosx", "$recycle.bin", "system volume information")}
+_COMPANIONS = {
+    *("thumbs.db", "desktop.ini", "ehthumbs.db", "__macosx", "$recycle.bin", "system volume information"),
+    *("@eadir", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", "lost+found"),  # of network disks
+}
 _UUID = re.compile(r"[._ -]?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _BARCODE = re.compile(r"^(tcga-[^.]+)\..*$", re.IGNORECASE)
 _ZEROS = re.compile(r"(?<!\d)0+(?=\d)")
@@ -86,27 +90,30 @@ def drop_suffixes(name: str) -> str:
     return _SUFFIXES.sub("", name)
 
 
-def is_companion(path: Path) -> bool:
-    """Return whether a file or folder is hidden, a lock, a backup copy, or a companion of macOS or Windows.
+def is_companion(path: Path, root: Path | None = None) -> bool:
+    """Return whether a file or folder is hidden, a lock, a backup copy, or a companion of macOS, Windows or a network
+    disk; with `root` also whether it lies in such a folder below that.
 
     Example:
         >>> [is_companion(Path(name)) for name in ("._S0.h5", "Thumbs.db", "~$a.csv", "a.svs~", "S0.h5")]
         [True, True, True, True, False]
     """
-    name = path.name
-    return name.startswith((".", "~$")) or name.endswith("~") or name.lower() in _COMPANIONS
+    names = [path.name] if root is None else path.relative_to(root).parts
+    return any(name.startswith((".", "~$")) or name.endswith("~") or name.lower() in _COMPANIONS for name in names)
 
 
-def drop_companions(paths: Iterable[Path]) -> list[Path]:
-    """Return paths in order, without companions of files."""
-    return sorted(path for path in paths if not is_companion(path))
+def drop_companions(paths: Iterable[Path], root: Path | None = None) -> list[Path]:
+    """Return paths in order, without companions of files; with `root` without what lies in companion folders below."""
+    return sorted(path for path in paths if not is_companion(path, root))
 
 
 def glob_paths(pattern: str) -> Iterator[Path]:
     """Yield matches of a glob pattern without companions; without a match, of its other Unicode forms."""
     for spelling in dict.fromkeys((pattern, compose_text(pattern), normalize("NFD", pattern))):
         names = glob.glob(spelling, recursive=True)  # noqa: PTH207 patterns may be absolute
-        yield from (path for path in map(Path, names) if not is_companion(path))
+        fixed_parts = takewhile(lambda part: not glob.has_magic(part), Path(spelling).parent.parts)
+        root = Path(*fixed_parts)
+        yield from (path for path in map(Path, names) if not is_companion(path, root))
         if names:
             return
 

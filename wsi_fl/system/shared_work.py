@@ -39,6 +39,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from wsi_fl.system.file_names import drop_companions, is_companion
 from wsi_fl.system.files import JOBS_FOLDER, create_file, move_file, raise_if_full, remove_leftovers, write_text
 from wsi_fl.system.machine import ProcessIdentity, identify_process, is_running
 from wsi_fl.types import WsiFlError
@@ -417,7 +418,7 @@ def _read_file(path: Path) -> tuple[str, float] | None:
 def find_work(folder: Path, group: str) -> SharedWork | None:
     """Return the present work on a folder; None where there is none."""
     try:
-        for path in filter(Path.is_dir, (folder / JOBS_FOLDER).iterdir()):
+        for path in filter(Path.is_dir, drop_companions((folder / JOBS_FOLDER).iterdir())):
             work = SharedWork(path, group)
             work._staging.mkdir()
             return work
@@ -438,9 +439,9 @@ def create_work(folder: Path, key: WorkKey) -> OSError | None:
         for other in folder.glob(f"{JOBS_FOLDER}.*"):  # begun or ended by a process that was killed
             if prepared.stat().st_mtime - other.stat().st_mtime > _SILENT_S:
                 shutil.rmtree(other, ignore_errors=True)
-        with suppress(OSError):  # left by a killed process, or a stray such as .DS_Store
-            for stray in path.parent.iterdir():
-                stray.unlink()  # fails for a folder, which is another process's new work
+        with suppress(OSError):  # left by a killed process, or a stray such as .DS_Store or @eaDir
+            for stray in path.parent.iterdir():  # unlink fails for another process's new work
+                shutil.rmtree(stray) if is_companion(stray) and stray.is_dir() else stray.unlink()
             path.parent.rmdir()
         prepared.rename(path.parent)  # fails where there is one, with an error by file system
     except OSError as error:

@@ -19,6 +19,7 @@ from wsi_fl.slides.layouts.camelyon import (
 )
 from wsi_fl.slides.layouts.common import ArchiveSite, Sources, list_tiffs
 from wsi_fl.slides.layouts.generic import describe_generic, read_generic
+from wsi_fl.slides.layouts.idc import lacks_table
 from wsi_fl.slides.layouts.tcga import GROUPINGS, describe_tcga, list_slides, read_tcga
 from wsi_fl.types import ExcludedSlide, SlideRecord, UsageError
 
@@ -51,9 +52,12 @@ def detect_layout(archive: Path) -> str:
         return "camelyon16"
     if next(list_slides(archive.resolve()), None) is not None:
         return "tcga"
+    if lacks_table(archive, "generic"):
+        return "generic"
     raise UsageError(
         f"{archive}: no archive recognised; looked for slides.csv (generic), patient_PPP_node_N.tif (Camelyon17), "
-        "normal_NNN.tif or tumor_NNN.tif (Camelyon16) and TCGA-TSS-PPPP-01Z-00-DX1.*.svs (TCGA)"
+        "normal_NNN.tif or tumor_NNN.tif (Camelyon16), TCGA-TSS-PPPP-01Z-00-DX1.*.svs (TCGA) and "
+        "COLLECTION/PATIENT/STUDY/SM_SERIES (Imaging Data Commons)"
     )
 
 

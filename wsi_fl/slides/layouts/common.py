@@ -21,6 +21,7 @@ from wsi_fl.slides.layouts.spreadsheets import (
     require_typed_name,
 )
 from wsi_fl.slides.reading.formats import is_slide_folder
+from wsi_fl.slides.reading.formats.dicom_headers import SERIES_FOLDER
 from wsi_fl.system.file_names import (
     compose_text,
     describe_mismatch,
@@ -115,6 +116,15 @@ def group_pairs(pairs: Iterable[tuple[_K, _T]]) -> dict[_K, list[_T]]:
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
+
+
+def name_series(by_name: Mapping[str, Sequence[Path]]) -> dict[Path, str]:
+    """Return the slide of each path by the paths of each name; series of one glass slide are named by their folders."""
+    return {
+        path: compose_text(path.name) if len(paths) > 1 and SERIES_FOLDER.fullmatch(path.name) else name
+        for name, paths in by_name.items()
+        for path in paths
+    }
 
 
 def filter_site(rows: Sequence[TableRow], site: str) -> list[TableRow]:
@@ -315,4 +325,4 @@ def group_sites(pairs: Iterable[tuple[str, str]], annotations: str | None, label
 
 def list_tiffs(archive: Path) -> list[Path]:
     paths = (path for path in archive.rglob("*") if path.suffix.lower() in {".tif", ".tiff"})
-    return drop_companions(path for path in paths if path.is_file())
+    return drop_companions((path for path in paths if path.is_file()), archive)

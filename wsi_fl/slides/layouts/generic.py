@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wsi_fl.slides.layouts.common import (
@@ -15,6 +15,7 @@ from wsi_fl.slides.layouts.common import (
     group_pairs,
     group_sites,
     list_files,
+    name_series,
     parse_label,
     parse_mpp,
     read_rows,
@@ -22,13 +23,15 @@ from wsi_fl.slides.layouts.common import (
     require_names,
 )
 from wsi_fl.slides.reading.formats import slide_name
+from wsi_fl.slides.reading.formats.dicom_headers import SERIES_FOLDER
 from wsi_fl.system.file_names import compose_text, describe_mismatch, file_name_of, find_file
 from wsi_fl.types import SPLITS, ExcludedSlide, SlideRecord, Supervision, UsageError
 
 
 def describe_generic(archive: Path) -> list[ArchiveSite]:
     table = archive / "slides.csv"
-    pattern = f"{glob.escape(str(archive / 'slides'))}/*"
+    folder = glob.escape(str(archive))
+    pattern = f"{folder}/slides/*" if (archive / "slides").is_dir() else f"{folder}/**/SM_*"
     rows = read_rows(table, ("slide", "patient", "site", "label"))
     return group_sites(((read_site_name(row), pattern) for row in rows), None, str(table))
 
@@ -39,6 +42,7 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlid
     files, table = list_files(sources), sources.labels
     by_name = group_pairs((compose_text(path.name), path) for path in files)
     by_stem = group_pairs((slide_name(path), path) for path in files)
+    slides = name_series(by_stem)
     rows = read_rows(table, ("slide", "patient", "site", *["label"] * sources.has_labels))
     site_rows = filter_site(rows, sources.site)
     labels = [row["label"] for row in site_rows] if sources.has_labels else []
@@ -54,23 +58,32 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlid
                 path for path in by_stem.get(Path(name).stem, ()) if path.suffix.lower() == Path(name).suffix.lower()
             ]
         if len(matches) == 1:
-            return _generic_record(sources, row, matches[0], labels)
-        several = f"several files are called so ({', '.join(path.name for path in matches)}); add the suffix"
-        return ExcludedSlide(row["slide"], f"{several if matches else _describe_missing(name, files)} ({row.where})")
+            return _generic_record(sources, row, matches[0], slides[matches[0]], labels)
+        names = ", ".join(path.name for path in matches)
+        several = f"several files are called so ({names}); write one of these names, with its suffix"
+        return ExcludedSlide(row["slide"], f"{several if matches else _describe_missing(name, slides)} ({row.where})")
 
+    row_names = {file_name_of(row["slide"]) for row in rows}
+    n_new = sum(
+        bool(SERIES_FOLDER.fullmatch(path.name)) and row_names.isdisjoint((slide, path.name))
+        for path, slide in slides.items()
+    )
+    if n_new and sources.tell is not None:
+        sources.tell(f"{table.name}: {n_new} of {len(files)} slides have no row, and are left out")
     if not site_rows:
         raise UsageError(f"{sources.label}: {table.name} has no row of site {sources.site}")
     sources.report_rows(table, rows, len(site_rows))
     return apply_splits([read_row(row) for row in site_rows], sources)
 
 
-def _describe_missing(name: str, files: Sequence[Path]) -> str:
+def _describe_missing(name: str, slides: Mapping[Path, str]) -> str:
     """Return a line on a row's missing file, with the most similar name."""
-    _, separator, why = describe_mismatch([name], [compose_text(path.name) for path in files]).rpartition("; ")
+    names = [slide if path.is_dir() else compose_text(path.name) for path, slide in slides.items()]
+    _, separator, why = describe_mismatch([name], names).rpartition("; ")
     return f"no such slide file; {why}" if separator else "no such slide file"
 
 
-def _generic_record(sources: Sources, row: TableRow, path: Path, labels: Sequence[str]) -> SlideRecord:
+def _generic_record(sources: Sources, row: TableRow, path: Path, slide: str, labels: Sequence[str]) -> SlideRecord:
     assert sources.labels is not None
     where = row.where
     negative, partial = parse_label(row["label"], where, labels) if sources.has_labels else (False, False)
@@ -91,7 +104,7 @@ def _generic_record(sources: Sources, row: TableRow, path: Path, labels: Sequenc
         supervision = "partial" if partial else "annotated"
     return SlideRecord(
         path,
-        slide_name(path),
+        slide,
         row["patient"],
         sources.site,
         supervision,

@@ -148,8 +148,7 @@ def parse_barcode(name: str) -> _Barcode | None:
 def list_slides(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
     """Yield the slides named by barcodes below a folder, in order."""
     pattern = f"{glob.escape(str(archive))}/**/TCGA-*"
-    for name in sorted(glob.glob(pattern, recursive=True)):  # noqa: PTH207 as the site's own pattern will
-        path = Path(name)
+    for path in sorted(glob_paths(pattern)):
         barcode = parse_barcode(path.name) if path.suffix.lower() in _SUFFIXES else None
         if barcode is not None and path.is_file():
             yield path, barcode

@@ -435,8 +435,8 @@ def _require_another_reader(path: Path, error: openslide.OpenSlideError) -> None
     reason = str(error)
     if "only one SOP instance in concatenation" in reason:
         raise WsiFlError(
-            f"{path.name}: a part of a DICOM concatenation whose other parts are missing; put all of them into "
-            "one folder"
+            f"{path.name}: the only file of a DICOM concatenation; put all its files into one folder, or, if it is "
+            "whole, remove its ConcatenationUID"
         )
     if not (any(phrase in reason for phrase in _UNSUPPORTED_REASONS) or is_czi(path) or is_ome(path)):
         raise WsiFlError(f"{path.name}: cannot be opened: {single_line(error)}")

@@ -14,7 +14,6 @@ from wsi_fl.plugins import load_entries
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared
 from wsi_fl.stages.prepare.slide_lists import Scope, render_copy_lines, select_sites
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
-from wsi_fl.stages.site.encoders import require_golden_vectors
 from wsi_fl.stages.site.site_data import list_scans, open_bags, open_store
 from wsi_fl.stores.bag_shards import read_bag_shard
 from wsi_fl.stores.fields import DAMAGE, first_line
@@ -165,6 +164,8 @@ def _bag_steps(
         scans[data] = list_scans(store)
         steps: list[_Step] = [(str(slide), partial(store.read_bag, k)) for k, slide in enumerate(store.table.slide)]
         if store.meta.made_by == "import":
+            from wsi_fl.stages.site.encoders import require_golden_vectors  # with PyTorch
+
             steps.append(("golden patches", partial(require_golden_vectors, study, pipeline, store.meta, store.path)))
         shards = drop_companions((store.path.parent / data).glob("*.h5"))
         yield [*steps, *((path.stem, partial(read_bag_shard, path)) for path in shards)]

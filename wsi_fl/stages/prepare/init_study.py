@@ -11,6 +11,7 @@ from typing import NotRequired, TypedDict
 import tomli_w
 
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites, list_test_slides
+from wsi_fl.slides.layouts.idc import TABLE, describe_series, lacks_table
 from wsi_fl.slides.layouts.tcga import GROUPINGS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies
 from wsi_fl.stages.prepare.init_features import LABEL_TABLE, MIN_PATIENTS, has_features, survey_features
@@ -67,6 +68,8 @@ class _ArchiveContents:
     columns: Mapping[str, str]
     subtypes: Mapping[str, Sequence[str]]
     notes: list[str]
+    table: str = ""
+    """Text of the study's table of slides, where the archive has none."""
 
 
 class _InitDocument(TypedDict):
@@ -115,15 +118,16 @@ def init_study(
         path.stem: path.read_text(encoding="utf-8") for path in find_shipped_folder("pipelines").glob("*.toml")
     }
     contents, tables = None, tables or ArchiveTables()
-    if archive is not None and layout in (None, "tcga") and has_features(archive):
-        return _init_features(folder, archive, tables, pipelines[pipeline or _FEATURES], real=real)
-    if tables.targets or tables.min_patients or len(tables.clinical) > 1:
-        raise UsageError("--target, --min-patients and several --clinical are for features: TCGA-….h5 in --from")
-    if archive is not None:
+    from_features = archive is not None and layout in (None, "tcga") and has_features(archive)
+    if archive is not None and not from_features:
         layout = layout or detect_layout(archive)
         pipeline = pipeline or _LAYOUT_PIPELINES.get(layout, _PAPER)
     if pipeline is not None and pipeline not in pipelines:
         raise UsageError(f"unknown pipeline {pipeline!r}; shipped: {', '.join(sorted(pipelines))}")
+    if archive is not None and from_features:
+        return _init_features(folder, archive, tables, pipelines[pipeline or _FEATURES], real=real)
+    if tables.targets or tables.min_patients or len(tables.clinical) > 1:
+        raise UsageError("--target, --min-patients and several --clinical are for features: TCGA-….h5 in --from")
     if archive is not None and layout is not None and pipeline is not None:
         mosaics = Study(folder).load_pipeline(pipeline).train.data == "mosaics"
         contents = _survey_archive(archive, layout, tables, pipeline if mosaics else None)
@@ -132,7 +136,7 @@ def init_study(
     else:
         sites = {name: _render_settings({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
-    _write_study(folder, pipelines, sites)
+    _write_study(folder, pipelines, sites, {TABLE: contents.table} if contents and contents.table else {})
     slides = {site.name: site.n_slides for site in contents.sites} if contents else dict.fromkeys(names, 0)
     document: _InitDocument = {
         "study": str(folder),
@@ -165,8 +169,7 @@ def _init_features(folder: Path, archive: Path, tables: ArchiveTables, pipeline:
     values = {"real": False, "clinical": LABEL_TABLE}
     command = f"import --format trident --from {archive} --labels {LABEL_TABLE}"
     texts = {site: _render_settings({"name": site, **values}, site, command) for site in federation.slides}
-    write_text(folder / LABEL_TABLE, federation.label_table)
-    _write_study(folder, federation.pipelines, texts)
+    _write_study(folder, federation.pipelines, texts, {LABEL_TABLE: federation.label_table})
     name = tables.targets[0].partition(":")[0]
     return {
         "study": str(folder),
@@ -193,13 +196,16 @@ def _adapt_pipeline(name: str, text: str, contents: _ArchiveContents) -> str:
     return text + ("\n" + tomli_w.dumps({"subtypes": contents.subtypes}) if contents.subtypes else "")
 
 
-def _write_study(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str]) -> None:
+def _write_study(
+    folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str], tables: Mapping[str, str]
+) -> None:
     unfinished = folder / "sites.unfinished"
     unfinished.mkdir(parents=True, exist_ok=True)
-    for name, text in sorted(pipelines.items()):
-        target = folder / "pipelines" / f"{name}.toml"
-        if not target.exists():
-            write_text(target, text)
+    texts = {folder / name: text for name, text in tables.items()}
+    texts |= {folder / "pipelines" / f"{name}.toml": text for name, text in sorted(pipelines.items())}
+    for path, text in texts.items():
+        if not path.exists():
+            write_text(path, text)
     for name, text in sites.items():
         write_text(unfinished / f"{name}.toml", text)
     unfinished.rename(folder / "sites")  # a folder with sites/ is a whole study
@@ -217,6 +223,8 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, pipeline:
     For a pipeline that needs labels of whole slides these are only the sites with diagnoses, and there are the
     diagnoses of those that the pipeline selects.
     """
+    if tables == ArchiveTables() and lacks_table(archive, layout):
+        return _survey_series(archive.resolve(), pipeline)
     clinical = next(iter(tables.clinical), None)
     archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=clinical, codes=tables.codes)
     notes = []
@@ -256,6 +264,18 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, pipeline:
         raise UsageError(f"{archive}: {NO_CHOICE} ({kinds}); other types are a column: --column tumor_type=NAME")
     notes += _describe_unscored(records, subtypes)
     return _ArchiveContents(layout, labelled_sites, columns, subtypes, notes)
+
+
+def _survey_series(archive: Path, pipeline: str | None) -> _ArchiveContents:
+    """Return the sites of series without a table of slides, and that table without labels."""
+    if pipeline is not None:
+        raise UsageError(
+            f"{archive}: {pipeline} needs diagnoses; make a study with --pipeline worth_joining, copy its slides.csv "
+            f"to {archive}, fill in the columns label and diagnosis there, and repeat this command"
+        )
+    sites, table, notes = describe_series(archive)
+    notes.append("slides.csv: made from the headers of their files; fill in its column label before the next command")
+    return _ArchiveContents("generic", sites, {}, {}, notes, table)
 
 
 def _describe_unscored(records: Sequence[SlideRecord], subtypes: Mapping[str, Sequence[str]]) -> list[str]:

@@ -14,6 +14,7 @@ from wsi_fl.stages.site.run_context import find_method
 from wsi_fl.stages.training.train import SeriesMember
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site_file import SiteFile
 from wsi_fl.study.toml import Section
 from wsi_fl.types import WsiFlError
 
@@ -33,6 +34,7 @@ class FinishedRun:
     Attributes:
         inputs: digest of the training store of every site here.
         summary: the document of `train --json`.
+        site_files: the snapshot of the file of every site here.
     """
 
     folder: RunFolder
@@ -40,6 +42,7 @@ class FinishedRun:
     pipeline: Pipeline
     inputs: Mapping[str, str]
     summary: Mapping[str, Any]
+    site_files: Mapping[str, SiteFile]
 
     @classmethod
     def load(cls, path: Path) -> FinishedRun:
@@ -52,7 +55,9 @@ class FinishedRun:
         summary, pipeline = folder.require_summary(), load_run_pipeline(path / "config.toml")
         receivers = summary.get("inference_sites", ())
         inputs = {name: digest for name, digest in folder.store_digests().items() if name not in receivers}
-        return cls(folder, folder.manifest["method"], pipeline, inputs, summary)
+        study = Study(path).pin_run(path)
+        site_files = {name: file for name in inputs if (file := study.load_site_snapshot(name))}
+        return cls(folder, folder.manifest["method"], pipeline, inputs, summary, site_files)
 
     @property
     def seed(self) -> int:
@@ -73,8 +78,14 @@ class FinishedRun:
         return self.pipeline.privacy.has_noise
 
     @property
+    def site_settings(self) -> dict[str, object]:
+        """The settings of site files that affected it."""
+        return effective_site_settings(self.method, self.pipeline, self.site_files)
+
+    @property
     def settings(self) -> dict[str, object]:
-        return effective_settings(self.method, self.pipeline)
+        """All settings that affected it."""
+        return effective_settings(self.method, self.pipeline) | self.site_settings
 
     def has_same_inputs(self, inputs: Mapping[str, str]) -> bool:
         """Return whether it was trained on stores with these digests; runs with a left-out site differ in sites."""
@@ -88,7 +99,7 @@ class FinishedRun:
             self.method == method
             and self.pipeline.privacy.enabled == pipeline.privacy.enabled
             and self.has_same_inputs(inputs)
-            and self.settings == effective_settings(method, pipeline)
+            and effective_settings(self.method, self.pipeline) == effective_settings(method, pipeline)
         )
 
 
@@ -100,7 +111,7 @@ def effective_settings(method: str, pipeline: Pipeline) -> dict[str, object]:
             ignored += [f"{name}.{key}" for key in section.without_effect]
     if not find_example_kind(pipeline).is_images:
         ignored += ["train.augment", "train.input_px"]
-    if pipeline.train.tune and not pipeline.privacy.enabled and pipeline.model.private in _CLOSED_FORM_HEADS:
+    if _has_closed_form(pipeline):
         ignored += _ROUND_SETTINGS
     if not pipeline.privacy.enabled:
         ignored += ["privacy."]
@@ -109,6 +120,20 @@ def effective_settings(method: str, pipeline: Pipeline) -> dict[str, object]:
     if pipeline.privacy.enabled and pipeline.privacy.mode == "strict":
         ignored += ["train.beta"]
     return {key: value for key, value in flatten_settings(pipeline).items() if not key.startswith(tuple(ignored))}
+
+
+def effective_site_settings(method: str, pipeline: Pipeline, site_files: Mapping[str, SiteFile]) -> dict[str, object]:
+    """Return the settings of site files that affect training of this method, as `S2.batch_size`."""
+    row = find_method(method, pipeline)
+    if row.payload.is_single_release:
+        return {}
+    keys = [] if _has_closed_form(pipeline) else ["batch_size"]
+    keys += [] if all(role.common for role in row.learners.values()) else ["private_model"]
+    return {f"{name}.{key}": getattr(file, key) for name, file in sorted(site_files.items()) for key in keys}
+
+
+def _has_closed_form(pipeline: Pipeline) -> bool:
+    return pipeline.train.tune and not pipeline.privacy.enabled and pipeline.model.private in _CLOSED_FORM_HEADS
 
 
 def flatten_settings(pipeline: Pipeline) -> dict[str, object]:
@@ -128,18 +153,12 @@ def find_finished_runs(study: Study, method: str = "*") -> Iterator[FinishedRun]
 
 
 def find_finished_run(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> FinishedRun | None:
-    """Return the last finished run of a method with these settings, seed and fold on these stores; None without."""
+    """Return the last finished run of a method with these settings, seed and fold, and those of today's site files, on
+    these stores; None without."""
     for run in find_finished_runs(study, method):
         same = run.repetition == SeriesMember.read_member(pipeline) and run.division[0] == pipeline.train.folds
-        if same and run.repeats(method, pipeline, inputs) and _has_same_batches(study, run):
-            return run
+        if same and run.repeats(method, pipeline, inputs):
+            site_files = {name: study.load_site(name) for name in run.site_files}
+            if run.site_settings == effective_site_settings(method, pipeline, site_files):
+                return run
     return None
-
-
-def _has_same_batches(study: Study, run: FinishedRun) -> bool:
-    """Return whether the site files set the same batch sizes as when the run began."""
-    snapshots = {name: study.pin_run(run.folder.path).load_site_snapshot(name) for name in run.inputs}
-    return all(
-        snapshot is None or snapshot.batch_size == study.load_site(name).batch_size
-        for name, snapshot in snapshots.items()
-    )

@@ -148,7 +148,7 @@ def run_ranks(
     environment = rank_environment(len(sites)) | {LAUNCHER: str(os.getpid())}
     with (
         log.open("ab") as log_file,
-        _interrupts_held() as release_interrupts,
+        _defer_interrupts() as raise_interrupts,
         subprocess.Popen(
             command, stdin=DEVNULL, stdout=PIPE, stderr=log_file, env=environment, start_new_session=True
         ) as process,
@@ -157,7 +157,7 @@ def run_ranks(
         ranks = _Ranks(watcher, timeout_s)
         reader = Thread(target=ranks.follow_events, args=(process.stdout,), daemon=True)
         reader.start()
-        hanging = _wait_for_ranks(process, ranks, resume, release_interrupts)
+        hanging = _wait_for_ranks(process, ranks, resume, raise_interrupts)
         reader.join(timeout=5)
     output = log.read_bytes()[log_start:]
     if lost := hanging or (ranks.find_killed(output) if process.returncode else {}):
@@ -169,12 +169,12 @@ def run_ranks(
 
 
 def _wait_for_ranks(
-    process: subprocess.Popen[bytes], ranks: _Ranks, resume: str, release_interrupts: Callable[[], None]
+    process: subprocess.Popen[bytes], ranks: _Ranks, resume: str, raise_interrupts: Callable[[], None]
 ) -> dict[str, str]:
     """Wait until a job has ended; return the sites that hung, for which it was ended, with reasons."""
     hanging: dict[str, str] = {}
     try:
-        release_interrupts()
+        raise_interrupts()
         while process.poll() is None and not hanging:
             time.sleep(_POLL_S)
             hanging = ranks.find_hanging()
@@ -280,7 +280,7 @@ def _signal_name(number: int) -> str:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[Callable[[], None]]:
+def _defer_interrupts() -> Iterator[Callable[[], None]]:
     """Let Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt, but only once the yielded function was called.
 
     A job outlives an exception that is raised while it starts, so an interrupt that comes before is raised by that
@@ -289,25 +289,25 @@ def _interrupts_held() -> Iterator[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    is_held, has_come = True, False
+    is_deferred, has_signal = True, False
 
-    def interrupt(*_: object) -> None:
-        nonlocal has_come
-        has_come = True
-        if not is_held:
+    def handle_interrupt(*_: object) -> None:
+        nonlocal has_signal
+        has_signal = True
+        if not is_deferred:
             raise KeyboardInterrupt
 
-    def release() -> None:
-        nonlocal is_held
-        is_held = False
-        if has_come:
+    def raise_interrupts() -> None:
+        nonlocal is_deferred
+        is_deferred = False
+        if has_signal:
             raise KeyboardInterrupt
 
-    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    taken = [sign for sign in ending if signal.getsignal(sign) is not signal.SIG_IGN]
-    handlers = {sign: signal.signal(sign, interrupt) for sign in taken}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [sign for sign in signals if signal.getsignal(sign) is not signal.SIG_IGN]
+    handlers = {sign: signal.signal(sign, handle_interrupt) for sign in heeded}
     try:
-        yield release
+        yield raise_interrupts
     finally:
         for sign, handler in handlers.items():
             signal.signal(sign, handler)

@@ -14,7 +14,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from wsi_fl.slides.reading.formats.dicom_headers import is_dicom, is_dicom_folder, read_header
+from wsi_fl.slides.reading.formats.dicom_headers import is_dicom, is_dicom_folder, read_container, read_header
 from wsi_fl.slides.reading.formats.level_selection import find_padded_levels, select_levels
 from wsi_fl.slides.reading.formats.ngff import open_zarr
 from wsi_fl.slides.reading.formats.ome import is_misread, open_ome_tiff, read_ome_mpp
@@ -87,11 +87,15 @@ def is_slide_folder(path: Path) -> bool:
 def slide_name(path: Path) -> str:
     """Return the name of a slide: that of its folder of DICOM files, else that of its file or Zarr without suffix.
 
+    A series folder of the Imaging Data Commons has the name of the glass slide.
+
     Example:
         >>> slide_name(Path("slides/a.svs"))
         'a'
     """
-    return compose_text(path.name) if is_dicom_folder(path) and not is_zarr(path) else slide_of(path)
+    if is_dicom_folder(path) and not is_zarr(path):
+        return compose_text(read_container(path) or path.name)
+    return slide_of(path)
 
 
 def is_zarr(path: Path) -> bool:

@@ -6,11 +6,12 @@ OpenSlide reads the pixels. It takes all files of a series in the folder for lev
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isclose
+from math import ceil, isclose, isfinite
 from pathlib import Path
 
 from wsi_fl.slides.reading.formats.dicom_frames import find_contradiction
@@ -23,8 +24,13 @@ _PREAMBLE_BYTES = 128
 _SLIDE_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.6"
 """The SOP class of whole-slide images."""
 _IMPLICIT_SYNTAX, _EXPLICIT_SYNTAX, _DEFLATED_SYNTAX = (f"1.2.840.10008.1.2{tail}" for tail in ("", ".1", ".1.99"))
-_READABLE_SYNTAXES = {_EXPLICIT_SYNTAX, *(f"1.2.840.10008.1.2.4.{number}" for number in ("50", "90", "91"))}
-"""Transfer syntaxes that OpenSlide reads: uncompressed, JPEG baseline, JPEG 2000."""
+_READABLE_COLOURS = {
+    _EXPLICIT_SYNTAX: {"RGB"},
+    "1.2.840.10008.1.2.4.50": {"RGB", "YBR_FULL_422"},
+    "1.2.840.10008.1.2.4.90": {"RGB", "YBR_RCT"},
+    "1.2.840.10008.1.2.4.91": {"RGB", "YBR_RCT", "YBR_ICT"},
+}
+"""Photometric interpretations that OpenSlide reads, by transfer syntax: uncompressed, JPEG baseline, JPEG 2000."""
 _CODECS = {
     _IMPLICIT_SYNTAX: "implicit VR",
     _DEFLATED_SYNTAX: "a deflated file",
@@ -48,8 +54,12 @@ _UNDEFINED_LENGTH = 0xFFFFFFFF
 _ITEM, _END_OF_ITEM, _END_OF_SEQUENCE = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 _FRAMES_TAG = 0x52000000
 """First tag about single frames."""
-_SPACING_TAG, _SHARED_BYTES = 0x00280030, 1 << 16
-"""Tag of the pixel spacing, and bytes in which it is sought among the attributes of all frames."""
+_FRAME_COUNT_TAG, _SPACING_TAG, _SHARED_BYTES = 0x00280008, 0x00280030, 1 << 16
+"""Tags of the number of frames and of the pixel spacing, and bytes in which that is sought among the attributes of all
+frames."""
+SERIES_FOLDER = re.compile(r"SM_[0-9.]+")
+"""Name of a folder with a series of slide microscopy, as the Imaging Data Commons' client lays it."""
+_CONTAINER = re.compile(r"[^\W_][\w .+()-]*", re.ASCII)
 _MAX_INFLATED_BYTES = 1 << 22
 _MAX_FILES = 256
 """Files of a folder that are checked; some folders hold a hundred thousand pictures."""
@@ -57,12 +67,18 @@ _TEXT_TAGS = {
     "syntax": 0x00020010,
     "kind": 0x00080008,
     "sop_class": 0x00080016,
+    "instance": 0x00080018,
     "pyramid": 0x00080019,
+    "patient": 0x00100020,
     "series": 0x0020000E,
     "concatenation": 0x00209161,
+    "organization": 0x00209311,
+    "container": 0x00400512,
     "colours": 0x00280004,
 }
 _NUMBER_TAGS = {
+    "n_parts": (0x00209163, "<H", 0),
+    "first_frame": (0x00209228, "<I", 0),
     "samples": (0x00280002, "<H", 3),
     "planar": (0x00280006, "<H", 0),
     "tile_height": (0x00280010, "<H", 0),
@@ -82,8 +98,12 @@ class _Header:
     Attributes:
         syntax: UID of the transfer syntax.
         kind: third value of the image type: VOLUME, LABEL, OVERVIEW or THUMBNAIL.
-        series, pyramid: UIDs; "" where the file gives none.
+        patient, container: identifiers of the patient and of the glass slide.
+        instance, series, pyramid: UIDs; "" where the file gives none.
         concatenation: UID of the concatenation of which the file is a part, or "".
+        n_parts, first_frame: files of the concatenation, 0 if unknown, and its frames before those of this file.
+        organization: TILED_FULL or TILED_SPARSE.
+        frames: their number.
         colours: the photometric interpretation of `samples` samples of `bits` bits.
         planar: whether each colour is a plane.
         spacing: millimetres between rows; 0 where the file gives none.
@@ -95,13 +115,20 @@ class _Header:
     path: Path
     syntax: str
     kind: str
+    instance: str
+    patient: str
     series: str
     pyramid: str
     concatenation: str
+    organization: str
+    container: str
     colours: str
+    n_parts: int
+    first_frame: int
     samples: int
     planar: int
     spacing: float
+    frames: int
     tile_height: int
     tile_width: int
     bits: int
@@ -131,6 +158,23 @@ def resolve_slide_path(path: Path) -> Path:
     """Return the path of the slide of a file, links followed: for a DICOM file its folder."""
     file = path.resolve()
     return file.parent if is_dicom(file) else file
+
+
+def read_container(folder: Path) -> str:
+    """Return the glass slide's identifier of a series folder of the Imaging Data Commons, SM_UID; "" for other folders.
+
+    It is also "" where it is missing, or could not name a file.
+    """
+    if not SERIES_FOLDER.fullmatch(folder.name):
+        return ""
+    header = read_volume(folder)
+    return header.container if header is not None and _CONTAINER.fullmatch(header.container) else ""
+
+
+def read_volume(folder: Path) -> _Header | None:
+    """Return the header of a slide's picture in a folder; None where there is none."""
+    headers = filter(None, map(read_header, _list_files(folder)))
+    return next((header for header in headers if header.kind == "VOLUME"), None)
 
 
 def find_member(folder: Path) -> Path:
@@ -168,12 +212,38 @@ def require_one_slide(path: Path) -> None:
     volumes = [member for member in series if member.kind == "VOLUME"]
     for volume in volumes:
         _require_readable(volume)
+        if missing := _find_missing_part([part for part in volumes if part.concatenation == volume.concatenation]):
+            raise WsiFlError(
+                f"{volume.path.name}: a DICOM concatenation that lacks {missing}; put all its files into one "
+                "folder, or download the series again"
+            )
     if pair := _find_foreign_pair(volumes):
         names = " and ".join(f"{volume.path.name} ({volume.width} × {volume.height})" for volume in pair)
+        if pair[0].instance == pair[1].instance:
+            raise WsiFlError(f"{path.name}: {names} are two copies of one DICOM file; delete one of them")
         raise WsiFlError(
             f"{path.name}: its series holds several pyramids: {names} are no levels of one slide; put the files of "
             "each pyramid into a folder of its own"
         )
+
+
+def _find_missing_part(parts: Sequence[_Header]) -> str:
+    """Return the missing part of a concatenation; "" if none is known to be missing.
+
+    OpenSlide shows background in place of the last part.
+    """
+    if not parts[0].concatenation:
+        return ""
+    n_frames = 0
+    for part in sorted(parts, key=lambda part: part.first_frame):
+        if part.first_frame > n_frames:
+            return f"its frames {n_frames + 1} to {part.first_frame}"
+        n_frames = part.first_frame + part.frames
+    first = parts[0]
+    n_tiles = ceil(first.width / max(1, first.tile_width)) * ceil(first.height / max(1, first.tile_height))
+    if first.organization == "TILED_FULL" and n_frames < n_tiles:
+        return f"its frames {n_frames + 1} to {n_tiles}"
+    return f"{first.n_parts - len(parts)} of its {first.n_parts} files" if len(parts) < first.n_parts else ""
 
 
 def _find_foreign_pair(volumes: Sequence[_Header]) -> list[_Header]:
@@ -207,7 +277,7 @@ def _find_same_size(volumes: Sequence[_Header]) -> list[_Header]:
 
 def _require_readable(header: _Header) -> None:
     name = header.path.name
-    if header.syntax not in _READABLE_SYNTAXES:
+    if header.syntax not in _READABLE_COLOURS:
         codec = _CODECS.get(header.syntax, "transfer syntax")
         raise WsiFlError(
             f"{name}: its pixels are packed by an unsupported codec, {codec} ({header.syntax}); rewrite its files "
@@ -219,8 +289,8 @@ def _require_readable(header: _Header) -> None:
                 f"{name}: a slide is one picture; this DICOM has {count} {feature}; write the one that is meant into "
                 "a file of its own"
             )
-    is_encoded = header.syntax == _EXPLICIT_SYNTAX and header.colours != "RGB"
-    if header.samples != 3 or header.bits != 8 or header.planar or is_encoded:
+    has_colours = header.samples == 3 and header.colours in _READABLE_COLOURS[header.syntax]
+    if not has_colours or header.bits != 8 or header.planar:
         planes = " in planes" if header.planar else ""
         raise WsiFlError(
             f"{name}: a slide has 8-bit colours; this DICOM is {header.bits}-bit {header.colours}{planes}; save it as "
@@ -252,8 +322,8 @@ def read_header(path: Path) -> _Header | None:
     numbers = {
         name: _decode_number(values.get(tag), form, default) for name, (tag, form, default) in _NUMBER_TAGS.items()
     }
-    spacing = _decode_spacing(values.get(_SPACING_TAG, b""))
-    return _Header(path, kind=kind, spacing=spacing, **text, **numbers)  # type: ignore[arg-type]
+    spacing, frames = (_decode_decimal(values.get(tag, b"")) for tag in (_SPACING_TAG, _FRAME_COUNT_TAG))
+    return _Header(path, kind=kind, spacing=spacing, frames=int(frames), **text, **numbers)  # type: ignore[arg-type]
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -271,11 +341,13 @@ def _decode_text(value: bytes) -> str:
     return value.decode("latin-1").strip("\0 ")
 
 
-def _decode_spacing(value: bytes) -> float:
+def _decode_decimal(value: bytes) -> float:
+    """Return the first of the numbers in a text; 0 if it is none."""
     try:
-        return float(_decode_text(value).split("\\")[0])
+        number = float(_decode_text(value).split("\\")[0])
     except ValueError:
         return 0.0
+    return number if isfinite(number) else 0.0
 
 
 def _decode_number(value: bytes | None, form: str, default: int) -> int:
@@ -286,7 +358,7 @@ def _decode_number(value: bytes | None, form: str, default: int) -> int:
 
 def _read_values(data: mmap.mmap) -> dict[int, bytes]:
     """Return the values of the tags of `_Header`: from the file's head, which is explicit, and from the data set."""
-    tags = {*_TEXT_TAGS.values(), *(tag for tag, _, _ in _NUMBER_TAGS.values())}
+    tags = {_FRAME_COUNT_TAG, *_TEXT_TAGS.values(), *(tag for tag, _, _ in _NUMBER_TAGS.values())}
     start = _PREAMBLE_BYTES + 4
     values, position = {}, start
     for tag, value, next_start in _iterate_elements(data, start, explicit=True, until=0x00030000):
