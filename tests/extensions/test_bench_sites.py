@@ -11,7 +11,7 @@ from training_runs import csv_rows
 from wsi_fl.evidence import bench as module
 from wsi_fl.evidence.bench import parse_cells, run_benchmark, sample_sites
 from wsi_fl.evidence.bench_page import render_bench_lines
-from wsi_fl.evidence.bench_sites import merge_external
+from wsi_fl.evidence.bench_sites import average_patients
 from wsi_fl.evidence.feature_table import read_table
 from wsi_fl.stages.prepare.init_study import ArchiveTables, init_study
 
@@ -53,21 +53,24 @@ def test_every_hospital_has_an_interval_around_the_score_of_the_table(federation
         ("own", {"tcga-a6": 2, "tcga-ad": 5, "tcga-indivumed": 10}),
         ("all", dict.fromkeys(names, 17)),
     ):
-        hospitals = {row["site"]: row for row in document["hospitals"] if row["test"] == test_set}
+        hospitals = {row["site"]: [] for row in document["hospitals"] if row["test"] == test_set}
+        for row in document["hospitals"]:
+            hospitals.get(row["site"], []).extend([row] if row["test"] == test_set else [])
         if target == MSI or test_set == "all":  # two patients may have no comparable times
-            assert {name: row["patients"] for name, row in hospitals.items()} == names
-            assert {name: row["tested"] for name, row in hospitals.items()} == tested
-    for name, row in hospitals.items():
+            assert {name: one["patients"] for name, (one, _) in hospitals.items()} == names
+            assert {name: one["tested"] for name, (one, _) in hospitals.items()} == tested
+    for name, both in hospitals.items():
         for method, estimate in (
-            ("regular", row["local"]),
-            ("joint", row["pooled"]),
-            *((one["method"], one["federated"]) for one in row["methods"]),
+            ("regular", both[0]["local"]),
+            ("joint", both[0]["pooled"]),
+            *((one["method"], one["federated"]) for one in both),
         ):
             scores = [float(line["score"]) for line in rows if line["site"] == name and line["method"] == method]
             assert len(scores) == 2 and estimate["mean"] == pytest.approx(np.mean(scores), abs=2e-5)
             assert estimate["low"] < estimate["mean"] < estimate["high"] and estimate["n_patients"] == 17
-        for one in row["methods"]:
-            difference = one["federated"]["mean"] - row["local"]["mean"]
+        assert [one["method"] for one in both] == ["oneshot", "fedavg"]
+        for one in both:
+            difference = one["federated"]["mean"] - one["local"]["mean"]
             assert one["gain"]["mean"] == pytest.approx(difference, abs=1e-9)
     page = Path(document["page"]).read_text()
     assert all(f'<th scope="row">{name}</th>' in page for name in names)
@@ -88,9 +91,9 @@ def test_no_hospital_exceeds_its_budget_and_large_ones_have_larger_batches(feder
 
 def test_a_patient_is_one_row_and_is_never_trained_on_and_tested(federation):
     features, labels = federation
-    table = merge_external(read_table(features, labels, MSI), None)
+    table = read_table(features, labels, MSI)
+    slides, table = table.rows, table._replace(rows=average_patients(table.rows))
     assert len(table.rows) == len(set(table.rows.patient)) == 84
-    slides = read_table(features, labels, MSI).rows
     patient = "TCGA-A6-0000"  # of two slides
     mine = slides.read(np.flatnonzero(slides.patient == patient))
     assert len(mine) == 2
@@ -104,15 +107,15 @@ def test_a_patient_is_one_row_and_is_never_trained_on_and_tested(federation):
     assert not tested & set().union(*({*part.patient} for part in (*parts, test)))  # settings are chosen without them
 
 
-def test_external_patients_are_only_tested(federation, tmp_path):
-    other = write_federation(tmp_path / "other", (30,), n_patches=3, width=12, seed=5)
-    paths = sorted((other / "TCGA").rglob("*01Z-00-DX1*.h5"))
-    lines = [f"{path.stem},{path.stem[:12]},{('low', 'high', 'other')[k % 3]}" for k, path in enumerate(paths)]
-    (tmp_path / "cptac.csv").write_text("\n".join([f"slide,patient,{MSI}", *lines]) + "\n")
-    external = {"external": other / "TCGA", "external_labels": tmp_path / "cptac.csv"}
-    document = compare(federation, tmp_path / "map.csv", methods=["oneshot"], **external)
+def test_patients_of_a_site_without_training_are_external(federation, tmp_path):
+    features, labels = federation
+    text = labels.read_text().replace("tcga-ad,TCGA", "cptac,TCGA")
+    lines = [line.replace(",train,", ",test,") if line.startswith("cptac") else line for line in text.splitlines()]
+    (tmp_path / "labels.csv").write_text("\n".join(lines) + "\n")
+    document = compare((features, tmp_path / "labels.csv"), tmp_path / "map.csv", methods=["oneshot"])
     tested = {row["test"]: row["tested"] for row in document["hospitals"] if row["site"] == "tcga-a6"}
-    assert tested == {"own": 2, "all": 17, "external": 20}  # of the class "other" nobody is
+    assert tested == {"own": 2, "all": 12, "external": 24}
+    assert {row["site"] for row in document["hospitals"]} == {"tcga-a6", "tcga-indivumed"}
     assert "external patients" in next(iter(render_bench_lines(document))).title
 
 
@@ -124,7 +127,7 @@ def test_external_patients_are_only_tested(federation, tmp_path):
         (("TCGA-A6-0001,train", "NA,train"), ("must name the patient",)),
         (("TCGA-A6-0000,", "TCGA-AD-0001,"), ("at two sites, or in two splits",)),
         (("train", "test"), ("fewer than two sites",)),
-        ((",low", ",high"), ("needs two classes", "--target NAME")),
+        ((",below 0.4", ",over 0.6"), ("needs two classes", "--target NAME")),
     ],
 )
 def test_unfit_tables_are_refused_in_one_line(federation, tmp_path, change, words):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from wsi_fl.data.cohort import Cohort, concatenate_examples
-from wsi_fl.data.metrics import fill_patient_names
+from wsi_fl.data.metrics import Probabilities, fill_patient_names
 from wsi_fl.evidence.bench_heads import (
-    HospitalPredictions,
     fit_local_head,
     predict_at_site,
     predict_with_head,
@@ -29,7 +28,7 @@ from wsi_fl.evidence.bench_heads import (
     score_predictions,
 )
 from wsi_fl.evidence.bench_page import write_page
-from wsi_fl.evidence.bench_sites import estimate_hospitals, merge_external, score_examples, split_hospitals
+from wsi_fl.evidence.bench_sites import average_patients, estimate_hospitals, score_examples, split_hospitals
 from wsi_fl.evidence.feature_table import FeatureTable, describe_skipped_slides, read_table
 from wsi_fl.federation.federate import SiteResult, federate
 from wsi_fl.federation.methods import LOCAL_METHOD, METHODS, POOLED_METHOD
@@ -142,7 +141,8 @@ def sample_sites(table: FeatureTable, cell: SamplingCell, seed: int) -> tuple[li
     sites = []
     for index in range(cell.sites):
         counts = _count_by_class(cell, index, np.bincount(label) / len(label))
-        sites.append(rows_of(itertools.chain.from_iterable(itertools.starmap(take_patients, enumerate(counts)))))
+        part = rows_of(itertools.chain.from_iterable(itertools.starmap(take_patients, enumerate(counts))))
+        sites.append(part.assign_columns(site=f"S{index + 1}"))
     return sites, rows_of(itertools.chain.from_iterable(patients[:_MAX_TEST_PATIENTS] for patients in remaining))
 
 
@@ -190,24 +190,25 @@ class _Benchmark:
         """Return a row of the result for each training and hospital of a sample."""
         torch.set_num_threads(1)
         (parts, test), n_outputs = sample_sites(self.table, sample.cell, sample.seed), self.n_outputs
-        heads = [fit_local_head(part, n_outputs) for part in parts]
-        names, rows = self._name_hospitals(parts, sample.cell), list[dict[str, object]]()
+        heads, names = [fit_local_head(part, n_outputs) for part in parts], [part.obs["site"].iloc[0] for part in parts]
+        rows = list[dict[str, Any]]()
         for training in sample.trainings:
             start_time = time.monotonic()
+            hospitals: list[tuple[Probabilities, dict[str, object]]]
             if training.method == LOCAL_METHOD:
-                hospitals = [HospitalPredictions(predict_with_head(head, test), {}) for head in heads]
+                hospitals = [(predict_with_head(head, test), {}) for head in heads]
             elif training.method == POOLED_METHOD:
                 pooled = fit_local_head(concatenate_examples(parts), n_outputs)
-                hospitals = [HospitalPredictions(predict_with_head(pooled, test), {})] * len(parts)
+                hospitals = [(predict_with_head(pooled, test), {})] * len(parts)
             else:
-                results = self._train_sites(training, parts, names, max(sample.seed, 0))
+                results = self._train_sites(training, dict(zip(names, parts, strict=True)), max(sample.seed, 0))
                 hospitals = [predict_at_site(*site, test=test) for site in zip(results, parts, heads, strict=True)]
             common = training._asdict() | sample.cell._asdict() | {"seed": sample.seed}
             common["seconds"] = round(time.monotonic() - start_time, 1)
-            for name, hospital in zip(names, hospitals, strict=True):
-                row = common | {"site": name} | score_predictions(hospital.predictions, test) | hospital.facts
+            for name, (predictions, facts) in zip(names, hospitals, strict=True):
+                row = common | {"site": name} | score_predictions(predictions, test) | facts
                 if sample.cell.skew == TABLE_SITES:
-                    row["examples"] = score_examples(hospital.predictions, test, name)
+                    row["examples"] = score_examples(predictions, test, name, names)
                 rows.append(row)
         return rows
 
@@ -216,32 +217,26 @@ class _Benchmark:
         """Number of outputs of a head: classes, or intervals of survival."""
         return len(self.table.classes or getattr(self.table.rows.task, "ends", ()))
 
-    @staticmethod
-    def _name_hospitals(parts: Sequence[Cohort], cell: SamplingCell) -> list[str]:
-        if cell.skew == TABLE_SITES:
-            return [str(part.obs["site"].iloc[0]) for part in parts]
-        return [f"S{k}" for k in range(1, len(parts) + 1)]
-
-    def _train_sites(
-        self, training: _Training, parts: Sequence[Cohort], names: Sequence[str], seed: int
-    ) -> list[SiteResult]:
+    def _train_sites(self, training: _Training, parts: Mapping[str, Cohort], seed: int) -> list[SiteResult]:
         """Return the hospitals' models after federated training."""
-        sizes = [len(np.unique(part.patient)) if self.unit == "patient" else len(part) for part in parts]
-        n_units = min(sizes)
+        sizes = {
+            name: len(np.unique(part.patient)) if self.unit == "patient" else len(part) for name, part in parts.items()
+        }
+        n_units = min(sizes.values())
         if METHODS[training.method].payload.is_single_release:
             batch_size, sigma = n_units, find_sigma(training.epsilon, 1.0, 1, _DELTA)
         else:
             plan = propose_plan(n_units, training.rounds, training.epsilon, _DELTA)
             batch_size, sigma = plan.batch_size, plan.mechanism.sigma
         # a larger hospital has larger batches, at most of the same share of its units, so its ε is no larger
-        shares = {name: max(batch_size, n // ceil(n_units / batch_size)) for name, n in zip(names, sizes, strict=True)}
-        n_outputs, n_features = self.n_outputs, read_features(parts[0]).shape[1]
+        batches = {name: max(batch_size, n // ceil(n_units / batch_size)) for name, n in sizes.items()}
+        n_outputs, n_features = self.n_outputs, read_features(next(iter(parts.values()))).shape[1]
         results = federate(
-            dict(zip(names, parts, strict=True)),
+            parts,
             training.method,
             private=lambda: build_linear_head(n_outputs, n_features),
             rounds=training.rounds,
-            batch_size=shares,
+            batch_size=batches,
             lr=training.lr,
             sigma=sigma,
             delta=_DELTA,
@@ -264,8 +259,6 @@ def run_benchmark(
     projection: Path | None = None,
     labels: Path | None = None,
     target: str | None = None,
-    external: Path | None = None,
-    external_labels: Path | None = None,
     jobs: int = 1,
     watcher: Watcher | None = None,
 ) -> Json:
@@ -280,7 +273,6 @@ def run_benchmark(
         out: a new CSV with a line for each method, ε, cell, seed and hospital.
         methods: names in METHODS, including those of plug-ins.
         cells: sampling of hospitals, or the hospitals of the table, of which a patient is a row.
-        external, external_labels: another folder of features and its labels, on which those hospitals are tested too.
         projection: from public reference slides for `oneshot`, or their features without labels, as a table, a store or
             TRIDENT's folder; by default random.
         jobs: number of processes.
@@ -302,25 +294,23 @@ def run_benchmark(
         raise UsageError(f"{path}: --unit patient needs the patient of every row")
     n_patients: dict[str, int] = {}
     if any(cell.skew == TABLE_SITES for cell in cells):
-        other = None if external is None else read_table(external, external_labels, target, progress)
-        table, unit = merge_external(table, other), "row"
+        table, unit = table._replace(rows=average_patients(table.rows)), "row"
         n_patients = {part.obs["site"].iloc[0]: len(part) for part in sample_sites(table, cells[0], 0)[0]}
         cells = [SamplingCell(len(n_patients), sum(n_patients.values()), TABLE_SITES)]
-    elif external is not None or target == SURVIVAL:
-        raise UsageError("--external and --target survival go with --hospitals site")
+    elif target == SURVIVAL:
+        raise UsageError("--target survival goes with --hospitals site")
     for cell in cells:
         sample_sites(table, cell, 0)
     benchmark = _Benchmark(table, cast(Unit, unit), _read_projection(projection))
     rows = _measure_all(benchmark, methods, epsilons, cells, seeds, out=out, jobs=jobs, progress=progress)
-    results = pd.DataFrame(rows, columns=_RESULT_COLUMNS)
-    trials = itertools.product(cells, methods, epsilons)
+    results = pd.DataFrame(rows, columns=[*_RESULT_COLUMNS, "examples"])
+    results, trials = results[results["seed"] != _TUNING_SEED], itertools.product(cells, methods, epsilons)
     document: dict[str, Any] = {"table": str(path), "rows": str(out), "unit": "patient" if n_patients else unit}
     document |= {"delta": _DELTA, "seeds": seeds, "excluded": [asdict(slide) for slide in table.excluded]}
     document["score"] = "balanced accuracy" if table.classes else "concordance"
     if n_patients:
-        is_final, test = results["seed"] != _TUNING_SEED, sample_sites(table, cells[0], 0)[1]
-        examples = [row["examples"] for row in rows]
-        document["hospitals"] = estimate_hospitals(results[is_final], examples, test, n_patients)
+        score = "accuracy" if table.classes else "concordance"
+        document["hospitals"] = estimate_hospitals(results, n_patients, score)
     document["cells"] = [_measure_gain(results, method, epsilon, cell) for cell, method, epsilon in trials]
     write_page(out.with_suffix(".html"), document)
     return document | {"page": str(out.with_suffix(".html"))}
@@ -407,7 +397,7 @@ def _measure_gain(results: pd.DataFrame, method: str, epsilon: float, cell: Samp
     """Return the paired gain in balanced accuracy of a method over local heads in a cell."""
     from scipy.stats import t
 
-    is_cell = (results[_CELL_COLUMNS] == list(cell)).all(axis=1) & (results["seed"] != _TUNING_SEED)
+    is_cell = (results[_CELL_COLUMNS] == list(cell)).all(axis=1)
     scores = results[is_cell].set_index(["method", "epsilon", "seed", "site"])["score"].sort_index()
     local, pooled, federated = scores[LOCAL_METHOD, 0.0], scores[POOLED_METHOD, 0.0], scores[method, epsilon]
     gain = federated - local

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import nn
@@ -26,14 +24,9 @@ def fit_local_head(part: Cohort, n_outputs: int) -> FittedHead:
     return fit_linear_head(normalize_rows(read_features(part)), part.label, part.patient, n_outputs, part.task)
 
 
-class HospitalPredictions(NamedTuple):
-    """The predictions of a hospital's model for test examples, and facts on its training."""
-
-    predictions: Probabilities
-    facts: dict[str, object]
-
-
-def predict_at_site(result: SiteResult, part: Cohort, head: FittedHead, *, test: Cohort) -> HospitalPredictions:
+def predict_at_site(
+    result: SiteResult, part: Cohort, head: FittedHead, *, test: Cohort
+) -> tuple[Probabilities, dict[str, object]]:
     """Return the predictions of a hospital's ensemble of local and federated head, as in a study, and its ε.
 
     For survival after rounds it is the federated model by itself.
@@ -47,14 +40,11 @@ def predict_at_site(result: SiteResult, part: Cohort, head: FittedHead, *, test:
         ensemble = build_ensemble(head.held_out, federated, part.label, part.patient, sample_sizes, part.task)
         predictions = ensemble(predict_with_head(head, test), predictions)
     private_predictions = _predict_with_network(models.get("private") or next(iter(models.values())), test)
-    return HospitalPredictions(
-        predictions,
-        {
-            "own_score": score_predictions(private_predictions, test)["score"],
-            "spent": None if result.epsilon is None else round(result.epsilon, 4),
-            "guarantee": result.guarantee,
-        },
-    )
+    return predictions, {
+        "own_score": score_predictions(private_predictions, test)["score"],
+        "spent": None if result.epsilon is None else round(result.epsilon, 4),
+        "guarantee": result.guarantee,
+    }
 
 
 def score_predictions(predictions: Probabilities, test: Cohort) -> dict[str, object]:

@@ -32,7 +32,7 @@ def write_page(path: Path, document: Json) -> None:
     rows = [[*group] for _, group in groupby(cells, lambda gain: (gain["sites"], gain["n"], gain["skew"]))]
     page = {
         "document": document,
-        "columns": [f"{gain['method']}, ε = {gain['epsilon']:g}" for gain in rows[0]],
+        "columns": [_name_method(gain) for gain in rows[0]],
         "rows": rows,
         "most": max(abs(gain["gain"]) for gain in cells),
         "maps": _group_hospitals(document.get("hospitals", [])),
@@ -45,19 +45,19 @@ def _group_hospitals(hospitals: Sequence[Json]) -> list[dict[str, Any]]:
     maps = []
     for test_set, title in _TEST_SETS.items():
         rows = sorted((row for row in hospitals if row["test"] == test_set), key=lambda row: -row["patients"])
+        by_site = {
+            site: [row for row in rows if row["site"] == site] for site in dict.fromkeys(r["site"] for r in rows)
+        }
         if rows:
-            gains = [method["gain"]["mean"] for row in rows for method in row["methods"]]
-            maps.append({"id": test_set, "title": title, "rows": rows, "most": max(map(abs, gains))})
-            maps[-1]["verdicts"] = [_count_verdicts(rows, k) for k in range(len(rows[0]["methods"]))]
+            most = max(abs(row["gain"]["mean"]) for row in rows)
+            verdicts = Counter((_name_method(row), row["verdict"]) for row in rows)
+            lines = [f"{method}: {n} {verdict}" for (method, verdict), n in verdicts.most_common()]
+            maps.append({"id": test_set, "title": title, "by_site": by_site, "most": most, "verdicts": sorted(lines)})
     return maps
 
 
-def _count_verdicts(rows: Sequence[Json], k: int) -> str:
-    """Return how many hospitals have each verdict on a method."""
-    counts = Counter(row["methods"][k]["verdict"] for row in rows)
-    method = rows[0]["methods"][k]
-    verdicts = ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common())
-    return f"{method['method']}, ε = {method['epsilon']:g}: {verdicts}"
+def _name_method(row: Json) -> str:
+    return f"{row['method']}, ε = {row['epsilon']:g}"
 
 
 def render_bench_lines(document: Json) -> Lines:
@@ -74,19 +74,19 @@ def render_bench_lines(document: Json) -> Lines:
 
 
 def _render_hospitals(hospitals: Json, score: str) -> Lines:
-    methods = [method["method"] for method in hospitals["rows"][0]["methods"]]
-    rows = [
+    by_site = hospitals["by_site"]
+    names = [_name_method(row) for row in next(iter(by_site.values()))]
+    lines = [
         [
-            *(row["site"], str(row["patients"])),
-            *map(_format_estimate, (row["local"], *(method["federated"] for method in row["methods"]), row["pooled"])),
-            row["methods"][0]["verdict"],
+            *(site, str(rows[0]["patients"])),
+            *map(_format_estimate, (rows[0]["local"], *(row["federated"] for row in rows), rows[0]["pooled"])),
+            rows[0]["verdict"],
         ]
-        for row in hospitals["rows"]
+        for site, rows in by_site.items()
     ]
-    headings = ["hospital", "patients", "local", *methods, "pooled", f"verdict on {methods[0]}"]
-    yield TextTable(f"{score} on {hospitals['title']}, ± half of its 95 % interval", headings, rows)
-    for line in hospitals["verdicts"]:
-        yield TextLine(line)
+    headings = ["hospital", "patients", "local", *names, "pooled", f"verdict on {names[0]}"]
+    yield TextTable(f"{score} on {hospitals['title']}, ± half of its 95 % interval", headings, lines)
+    yield TextLine("; ".join(hospitals["verdicts"]))
 
 
 def _format_estimate(estimate: Json) -> str:
@@ -98,7 +98,7 @@ def _tabulate_cells(cells: Sequence[Json]) -> TextTable:
     rows = [
         [
             f"{gain['sites']} × {gain['n']}, {gain['skew']}",
-            f"{gain['method']}, ε = {gain['epsilon']:g}",
+            _name_method(gain),
             *(f"{gain[name]:.3f}" for name in ("local", "federated", "pooled")),
             f"{gain['gain']:+.3f}" + ("" if gain["half_width"] is None else f" ± {gain['half_width']:.3f}"),
             f"{gain['worst_site']:+.3f}",

@@ -46,10 +46,6 @@ def run_bench(
     target: Annotated[
         str | None, Option(metavar="COLUMN", help="Column of --labels that is predicted, or survival. Default: label.")
     ] = None,
-    external: Annotated[
-        Path | None, Option(metavar="DIR", help="With --hospitals site: features of patients who are tested alone.")
-    ] = None,
-    external_labels: Annotated[Path | None, Option(metavar="FILE", help="Labels of --external.")] = None,
     jobs: Annotated[int, Option(min=1, max=256, help="Processes.")] = 1,
     as_json: Json = False,
 ) -> None:
@@ -69,8 +65,6 @@ def run_bench(
         projection=along,
         labels=labels,
         target=target,
-        external=external,
-        external_labels=external_labels,
         jobs=jobs,
     )
     run_work("bench", work, as_json, render_bench_lines)

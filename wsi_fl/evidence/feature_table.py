@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from wsi_fl.types import ExcludedSlide, UsageError, WsiFlError
 
 _SITE_COLUMNS = ("site", "split")
 _SURVIVAL_TASK = SurvivalTask(SURVIVAL_INTERVALS)
-_MAX_MONTHS = 1e6
 _NUMBER_PATTERN = re.compile(r"[+-]?(inf|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE)
 _MAX_NAMED_SLIDES = 5
 """Largest number of excluded slides named in a message; the others are counted."""
@@ -146,15 +144,14 @@ def _read_folder(path: Path, labels: Path | None, target: str | None, progress: 
     if len({len(mean) for mean in means}) > 1:
         raise UsageError(f"{path}: features of its slides are not equally wide; keep those of one encoder")
     x, patient = np.stack(means), np.array([row.read_value("patient") for row in entry_rows])
-    if len(columns) > 1:
-        truth = np.array([[_parse_number(row, column) for column in columns] for row in entry_rows])
-        rows_of_survival = Cohort.from_arrays(x, None, patient.tolist()).set_truth(truth, _SURVIVAL_TASK)
-        table = FeatureTable(rows_of_survival, (), tuple(excluded))
+    if target == SURVIVAL:
+        cohort = Cohort.from_arrays(x, None, patient.tolist())
+        cohort = cohort.set_truth(_parse_survival(labels, entry_rows), _SURVIVAL_TASK)
+        table = FeatureTable(cohort, (), tuple(excluded))
     else:
         table = _build_table(labels, x, np.array([row[columns[0]] for row in entry_rows]), patient, excluded)
     named = {name: [row[name] for row in entry_rows] for name in _SITE_COLUMNS if name in entry_rows[0]}
-    cohort = table.rows.assign_columns(**named)
-    return table._replace(rows=cohort)
+    return table._replace(rows=table.rows.assign_columns(**named))
 
 
 def _find_label_columns(labels: Path, rows: Sequence[TableRow], target: str | None) -> tuple[str, ...]:
@@ -167,15 +164,15 @@ def _find_label_columns(labels: Path, rows: Sequence[TableRow], target: str | No
     return columns
 
 
-def _parse_number(row: TableRow, column: str) -> float:
-    """Return a time from 0 on, or 0 or 1 of the second column of survival."""
-    number = np.nan
-    with suppress(ValueError):
-        number = parse_cell_number(row[column])
-    if not 0 <= number <= (1 if column == SURVIVAL_COLUMNS[1] else _MAX_MONTHS):
-        wanted = "1 for dead or 0 for alive" if column == SURVIVAL_COLUMNS[1] else "a number of months"
-        raise UsageError(f"{row.where}: {column} = {row[column]!r} is not {wanted}")
-    return number
+def _parse_survival(labels: Path, rows: Sequence[TableRow]) -> NDArray[np.float64]:
+    """Return months, and 1 for dead, float64[n, 2]."""
+    try:
+        truth = np.array([[parse_cell_number(row[column]) for column in SURVIVAL_COLUMNS] for row in rows])
+    except ValueError:
+        truth = np.full((len(rows), 2), np.nan)
+    if not _SURVIVAL_TASK.find_valid(truth, len(SURVIVAL_INTERVALS)).all():
+        raise UsageError(f"{labels}: {' and '.join(SURVIVAL_COLUMNS)} must be months from 0 on, and 1 or 0")
+    return truth
 
 
 def describe_skipped_slides(excluded: Sequence[ExcludedSlide]) -> str:

@@ -120,17 +120,7 @@ def federate(
     with TemporaryDirectory() as temporary:
         place = Path(folder or temporary)
         participants = _build_participants(
-            sites,
-            tests,
-            recipe,
-            place,
-            makers,
-            n_classes,
-            batch_sizes=sizes,
-            sigma=sigma,
-            clip=clip,
-            delta=delta,
-            unit=unit,
+            sites, tests, recipe, place, makers, n_classes, sizes=sizes, sigma=sigma, clip=clip, delta=delta, unit=unit
         )
         return _run_in_memory(participants, recipe)
 
@@ -143,7 +133,7 @@ def _build_participants(
     makers: Mapping[str, _MakeModel],
     n_classes: int,
     *,
-    batch_sizes: Mapping[str, int],
+    sizes: Mapping[str, int],
     sigma: float | None,
     clip: float,
     delta: float,
@@ -164,7 +154,7 @@ def _build_participants(
         if sigma is not None:
             plan = plan_of_round(
                 n=units.n,
-                batch_size=min(batch_sizes[name], units.n),
+                batch_size=min(sizes[name], units.n),
                 epochs=recipe.epochs_per_round,
                 sigma=sigma,
                 clip=clip,
@@ -178,7 +168,7 @@ def _build_participants(
                 train=train,
                 n_classes=n_classes,
                 units=units,
-                batch_size=batch_sizes[name],
+                batch_size=sizes[name],
                 ledger=PrivacyLedger(site_folder.path / "ledger.jsonl", site=name, run=_RUN, terms=terms),
                 plan=plan,
                 folder=site_folder,

@@ -1,15 +1,11 @@
 """Targets of TCGA's patients from clinical tables: the GDC's clinical.tsv, cBioPortal's data_clinical_patient.txt and
 data_clinical_sample.txt.
-
-A target is `survival`, a column of classes such as SUBTYPE, or COLUMN:LOW:HIGH, a number in two classes: up to LOW and
-from HIGH on, without the patients between, such as MSI_SCORE_MANTIS:0.4:0.6.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
@@ -17,46 +13,20 @@ from wsi_fl.slides.layouts.common import TableRow, read_rows
 from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
 from wsi_fl.types import UsageError
 
-SURVIVAL = "survival"
-SURVIVAL_COLUMNS = ("months", "dead")
+SURVIVAL, SURVIVAL_COLUMNS = "survival", ("months", "dead")
 SURVIVAL_INTERVALS = (12.0, 24.0, 36.0, 60.0)
 """Ends of the intervals in months."""
-LOW, HIGH = "low", "high"
-"""Classes of a number."""
 ClinicalRow = tuple[str, TableRow]
 """A patient's barcode, and a row of a clinical table."""
 _PATIENT = re.compile(r"TCGA-[A-Z0-9]{2}-[A-Z0-9]{4}")
 _STATUS_COLUMNS = ("OS_STATUS", "vital_status", "demographic.vital_status")
-_EVENT_VALUES = {"deceased": "1", "dead": "1", "living": "0", "alive": "0"}
-_MONTHS_COLUMN = "OS_MONTHS"
-_DAY_COLUMNS = {
-    "1": ("days_to_death", "demographic.days_to_death"),
-    "0": ("days_to_last_follow_up", "diagnoses.days_to_last_follow_up", "follow_ups.days_to_follow_up"),
+_EVENTS = {"deceased": "1", "dead": "1", "living": "0", "alive": "0"}
+_TIME_COLUMNS = {
+    "1": ("OS_MONTHS", "days_to_death", "demographic.days_to_death"),
+    "0": ("OS_MONTHS", "days_to_last_follow_up", "diagnoses.days_to_last_follow_up", "follow_ups.days_to_follow_up"),
 }
-"""Columns of days by the event's value: until death, or until the last follow-up."""
+"""Columns of the time by the event's value: until death, or until the last follow-up."""
 _DAYS_PER_MONTH = 365.25 / 12
-
-
-@dataclass(frozen=True)
-class PatientTarget:
-    """A target: its columns in the label table, and their values by patient.
-
-    Attributes:
-        n_contradictions: patients left out, as their rows contradict each other.
-    """
-
-    name: str
-    columns: tuple[str, ...]
-    values: Mapping[str, tuple[str, ...]]
-    n_contradictions: int = 0
-
-    @property
-    def classes(self) -> list[str]:
-        """The classes in order; none for survival."""
-        if self.columns == SURVIVAL_COLUMNS:
-            return []
-        classes = {value for (value,) in self.values.values()}
-        return [LOW, HIGH] if classes == {LOW, HIGH} else sorted(classes)
 
 
 def read_clinical(tables: Sequence[Path]) -> list[ClinicalRow]:
@@ -68,10 +38,9 @@ def read_clinical(tables: Sequence[Path]) -> list[ClinicalRow]:
     rows: list[ClinicalRow] = []
     for table in tables:
         matches = [(next(filter(None, map(_PATIENT.match, row.values())), None), row) for row in read_rows(table, ())]
-        named_rows = [(match[0], row) for match, row in matches if match]
-        if not named_rows:
+        if not any(match for match, _ in matches):
             raise UsageError(f"{table}: no row names a patient by a barcode such as TCGA-A6-2671")
-        rows += named_rows
+        rows += [(match[0], row) for match, row in matches if match]
     return rows
 
 
@@ -81,51 +50,43 @@ def list_institutions(rows: Sequence[ClinicalRow]) -> dict[str, str]:
     return {code: name for code, name in pairs if code and name}
 
 
-def read_target(rows: Sequence[ClinicalRow], text: str) -> PatientTarget:
-    """Return a target of the patients.
+def read_target(rows: Sequence[ClinicalRow], text: str) -> tuple[tuple[str, ...], Mapping[str, tuple[str, ...]]]:
+    """Return the columns of a target, and patient → values; patients whose rows contradict each other are left out.
 
     Args:
         rows: of `read_clinical`.
-        text: `survival`, a column, or COLUMN:LOW:HIGH.
+        text: `survival`; a column of classes; or COLUMN:LOW:HIGH, a number in two classes, up to LOW and from HIGH on.
 
     Raises:
         UsageError: for a missing column, a value that is no number, or fewer than two classes.
     """
     if text == SURVIVAL:
-        return _read_survival(rows)
+        return SURVIVAL_COLUMNS, _read_survival(rows)
     column, *limits = text.split(":")
     if not any(column in row for _, row in rows):
         names = ", ".join(dict.fromkeys(name for _, row in rows for name in row))
         raise UsageError(f"--target {column}: no table of --clinical has this column; they have {names}")
-    bounds = _parse_limits(text, limits)
     values: dict[str, set[str]] = {}
     for patient, row in rows:
-        value = row.read_value(column)
-        if value and bounds:
-            value = _name_class(_parse_number(row, column), bounds)
-        if value:
+        if row.read_value(column) and (value := _name_class(row, column, limits)):
             values.setdefault(patient, set()).add(value)
     agreed = {patient: (*names,) for patient, names in values.items() if len(names) == 1}
-    target = PatientTarget(column, (column,), agreed, len(values) - len(agreed))
-    if len(target.classes) < 2:
-        listing = ", ".join(target.classes) or "none"
+    if len(classes := sorted({*agreed.values()})) < 2:
+        listing = ", ".join(name for (name,) in classes) or "none"
         raise UsageError(f"--target {text}: needs two classes at least; its classes are {listing}")
-    return target
+    return (column,), agreed
 
 
-def _parse_limits(text: str, limits: Sequence[str]) -> tuple[float, float] | None:
+def _name_class(row: TableRow, column: str, limits: Sequence[str]) -> str:
+    """Return the class of a value; "" for a number between the limits."""
+    if not limits:
+        return row[column]
     try:
-        low, high = map(float, limits) if limits else (0.0, 0.0)
-        if low > high:
-            raise ValueError
+        low, high = map(float, limits)
     except ValueError:
-        raise UsageError(f"--target {text!r}: write a column, or COLUMN:LOW:HIGH with two numbers") from None
-    return (low, high) if limits else None
-
-
-def _name_class(number: float, bounds: tuple[float, float]) -> str:
-    """Return the class of a number; "" between the bounds."""
-    return HIGH if number >= bounds[1] else LOW if number <= bounds[0] else ""
+        raise UsageError(f"--target {column}:{':'.join(limits)}: write COLUMN:LOW:HIGH with two numbers") from None
+    number = _parse_number(row, column)
+    return f"over {high:g}" if number >= high else f"below {low:g}" if number <= low else ""
 
 
 def _parse_number(row: TableRow, column: str) -> float:
@@ -135,23 +96,18 @@ def _parse_number(row: TableRow, column: str) -> float:
         raise UsageError(f"{row.where}: {column} = {row[column]!r} is no number") from None
 
 
-def _read_survival(rows: Sequence[ClinicalRow]) -> PatientTarget:
-    """Return months and whether the patient died; of several rows death counts, and the latest time.
-
-    A row without a status, or without a time from 0 on, is left out.
-    """
+def _read_survival(rows: Sequence[ClinicalRow]) -> dict[str, tuple[str, str]]:
+    """Return months and 1 for death by patient; of several rows death counts, and the latest time from 0 on."""
     values: dict[str, tuple[str, float]] = {}
     for patient, row in rows:
         status = next(filter(None, map(row.read_value, _STATUS_COLUMNS)), "")
-        event = _EVENT_VALUES.get(status.lower().rpartition(":")[2], "")
-        columns = [name for name in (_MONTHS_COLUMN, *_DAY_COLUMNS.get(event, ())) if row.read_value(name)]
-        if event and columns:
-            number = _parse_number(row, columns[0])
-            months = number if columns[0] == _MONTHS_COLUMN else number / _DAYS_PER_MONTH
+        event = _EVENTS.get(status.lower().rpartition(":")[2], "")
+        column = next(filter(row.read_value, _TIME_COLUMNS.get(event, ())), None)
+        if column is not None:
+            months = _parse_number(row, column) / (1 if column == "OS_MONTHS" else _DAYS_PER_MONTH)
             if 0 <= months < inf:
                 values[patient] = max(values.get(patient, ("", 0.0)), (event, months))
     if not values:
-        names = ", ".join((_MONTHS_COLUMN, *_STATUS_COLUMNS, *_DAY_COLUMNS["1"], *_DAY_COLUMNS["0"]))
+        names = ", ".join(dict.fromkeys((*_STATUS_COLUMNS, *_TIME_COLUMNS["1"], *_TIME_COLUMNS["0"])))
         raise UsageError(f"--target survival: no table of --clinical has times and a status; looked for {names}")
-    texts = {patient: (f"{months:.6g}", event) for patient, (event, months) in values.items()}
-    return PatientTarget(SURVIVAL, SURVIVAL_COLUMNS, texts)
+    return {patient: (f"{months:.6g}", event) for patient, (event, months) in values.items()}

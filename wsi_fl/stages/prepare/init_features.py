@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import pandas as pd
 import tomli_w
 
 from wsi_fl.slides.layouts.common import group_pairs
 from wsi_fl.slides.layouts.tcga import list_slides, name_site, parse_barcode, read_institutions
 from wsi_fl.slides.layouts.tcga_targets import (
+    SURVIVAL,
     SURVIVAL_COLUMNS,
     SURVIVAL_INTERVALS,
-    PatientTarget,
     list_institutions,
     read_clinical,
     read_target,
@@ -25,28 +25,21 @@ from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.types import SlideRecord, UsageError
 
-LABEL_TABLE = "labels.csv"
+LABEL_TABLE, MIN_PATIENTS = "labels.csv", 25
 _COLUMNS = ("site", "slide", "patient", "split", "label")
-MIN_PATIENTS = 25
 _TEST_FRACTION = 0.2
 _MAX_NAMED = 6
 
 
-@dataclass(frozen=True)
-class FeatureFederation:
-    """The institutions of an archive of features.
-
-    Attributes:
-        label_table: the text of a table with a row for each slide: its site, patient, split and targets.
-        pipelines: name → text of a pipeline for each target.
-        slides, patients: numbers by site.
+class FeatureFederation(NamedTuple):
+    """The institutions of an archive of features: the text of a table with site, split and targets of each slide, the
+    text of a pipeline for each target, the patients and slides of each site, and notes.
     """
 
     label_table: str
     pipelines: Mapping[str, str]
-    slides: Mapping[str, int]
-    patients: Mapping[str, int]
-    notes: Sequence[str]
+    sites: Mapping[str, tuple[int, int]]
+    notes: list[str]
 
 
 def has_features(archive: Path) -> bool:
@@ -62,7 +55,7 @@ def survey_features(
     *,
     pipeline: str,
     codes: Path | None = None,
-    group_by: str = "institution",
+    by_institution: bool = True,
     min_patients: int = MIN_PATIENTS,
 ) -> FeatureFederation:
     """Return the institutions of features of TCGA's slides that have enough patients with a target.
@@ -78,89 +71,62 @@ def survey_features(
         UsageError: for invalid tables or targets, or without two institutions.
     """
     rows = read_clinical(tables)
-    patient_targets = [read_target(rows, text) for text in dict.fromkeys(targets)]
-    if shared := {name for target in patient_targets for name in target.columns} & {*_COLUMNS}:
+    columns, values = zip(*(read_target(rows, text) for text in dict.fromkeys(targets)), strict=True)
+    if shared := {*_COLUMNS}.intersection(*columns):
         raise UsageError(f"--target {min(shared)}: the label table has a column of this name; rename it in --clinical")
-    institutions = list_institutions(rows) | read_institutions(codes) if group_by == "institution" else {}
-    records = _list_records(archive, institutions)
-    labelled = {patient for target in patient_targets for patient in target.values}
-    by_site = group_pairs((record.site, record) for record in records if record.patient in labelled)
-    patients = {site: len({record.patient for record in group}) for site, group in sorted(by_site.items())}
+    records = _list_records(archive, list_institutions(rows) | read_institutions(codes) if by_institution else {})
+    labelled = {patient for by_patient in values for patient in by_patient}
+    groups = group_pairs((record.site, record) for record in records if record.patient in labelled)
+    patients = {site: len({record.patient for record in group}) for site, group in sorted(groups.items())}
     small = {site: n for site, n in patients.items() if n < min_patients}
-    if len(patients) < len(small) + 2:
+    if len(sites := [site for site in patients if site not in small]) < 2:
         raise UsageError(
-            f"{archive}: {len(patients) - len(small)} of {len(patients)} institutions have {min_patients} patients "
-            "with a target; two are needed: lower --min-patients, or compare barcodes in --clinical and --from"
+            f"{archive}: {len(sites)} of {len(patients)} institutions have {min_patients} patients with a target; two "
+            "are needed: lower --min-patients, or compare barcodes in --clinical and --from"
         )
-    selected = {site: assign_splits(by_site[site], test_fraction=_TEST_FRACTION) for site in patients.keys() - small}
-    split_records = [record for site in sorted(selected) for record in selected[site]]
-    notes = _describe_targets(patient_targets, {record.patient for record in split_records})
+    selected = [record for site in sites for record in assign_splits(groups[site], test_fraction=_TEST_FRACTION)]
+    labels = pd.DataFrame([(record.site, record.slide, record.patient, record.split) for record in selected])
+    labels = labels.set_axis(_COLUMNS[:-1], axis=1).assign(label="tumor")  # as `import` wants to know
+    notes, pipelines = list[str](), dict[str, str]()
+    for names, by_patient in zip(columns, values, strict=True):
+        labels, counts = _add_target(labels, names, by_patient)
+        name, text = _render_pipeline(names, sorted(counts), pipeline)
+        pipelines[name] = text
+        shown = ", ".join(f"{n} {value}" for value, n in counts.most_common(_MAX_NAMED))
+        notes.append(f"{names[-1]}: {counts.total()} patients: {shown}" + (", …" if len(counts) > _MAX_NAMED else ""))
     if n_unlabelled := sum(record.patient not in labelled for record in records):
-        notes.append(f"slides without a target of their patient in --clinical, left out: {n_unlabelled}")
+        notes.append(f"slides left out, as --clinical has no target of their patient or several: {n_unlabelled}")
     if small:
-        names = ", ".join([*small][:_MAX_NAMED]) + (", …" if len(small) > _MAX_NAMED else "")
-        notes.append(
-            f"institutions with fewer than {min_patients} patients, left out: {len(small)} with {sum(small.values())} "
-            f"patients ({names})"
-        )
-    return FeatureFederation(
-        _render_labels(split_records, patient_targets),
-        dict(_render_pipeline(target, pipeline) for target in patient_targets),
-        {site: len(selected[site]) for site in sorted(selected)},
-        {site: patients[site] for site in sorted(selected)},
-        notes,
-    )
+        n = f"{len(small)} with {sum(small.values())} patients ({', '.join(small)})"
+        notes.append(f"institutions with fewer than {min_patients} patients, left out: {n}")
+    numbers = {site: (patients[site], len(groups[site])) for site in sites}
+    return FeatureFederation(labels.to_csv(index=False, lineterminator="\n"), pipelines, numbers, notes)
+
+
+def _add_target(
+    labels: pd.DataFrame, columns: tuple[str, ...], values: Mapping[str, tuple[str, ...]]
+) -> tuple[pd.DataFrame, Counter[str]]:
+    """Return the table with the columns of a target, and the number of patients by its last value."""
+    cells = [values.get(patient, ("",) * len(columns)) for patient in labels["patient"]]
+    table = labels.assign(**dict(zip(columns, zip(*cells, strict=True), strict=True)))
+    return table, Counter(values[name][-1] for name in {*labels["patient"]} & values.keys())
 
 
 def _list_records(archive: Path, institutions: Mapping[str, str]) -> list[SlideRecord]:
     """Return the diagnostic slides of tumours, each at its institution or else its source site."""
-    barcodes = [(path, parse_barcode(slide)) for slide, path in LAYOUTS["trident"].find(archive).items()]
-    return [
-        SlideRecord(
-            path,
-            path.stem,
-            barcode.patient,
-            name_site(institutions.get(barcode.tss, barcode.tss)),
-            "weak",
-            positive=True,
-        )
-        for path, barcode in barcodes
-        if barcode is not None and barcode.kind == "DX" and barcode.is_tumor
-    ]
+    records = []
+    for slide, path in LAYOUTS["trident"].find(archive).items():
+        barcode = parse_barcode(slide)
+        if barcode is not None and barcode.kind == "DX" and barcode.is_tumor:
+            site = name_site(institutions.get(barcode.tss, barcode.tss))
+            records.append(SlideRecord(path, slide, barcode.patient, site, "weak", positive=True))
+    return records
 
 
-def _describe_targets(targets: Sequence[PatientTarget], patients: set[str]) -> list[str]:
-    """Return a line on the values of each target among the patients."""
-    lines = []
-    for target in targets:
-        values = [target.values[patient][-1] for patient in sorted(patients & target.values.keys())]
-        classes = target.classes or ["0", "1"]
-        shown = [f"{values.count(name)} {name}" for name in classes[:_MAX_NAMED]]
-        text = f"{len(values)} patients: " + ", ".join(shown) + (", …" if len(classes) > len(shown) else "")
-        if not target.classes:
-            text = f"{len(values)} patients, {values.count('1')} died"
-        left_out = f"; {target.n_contradictions} left out: their rows differ" if target.n_contradictions else ""
-        lines.append(f"{target.name}: {text}{left_out}")
-    return lines
-
-
-def _render_labels(records: Sequence[SlideRecord], targets: Sequence[PatientTarget]) -> str:
-    """Return the table of labels as CSV; `label` is for `import`, which tells tumours from healthy tissue."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*_COLUMNS, *(name for target in targets for name in target.columns)])
-    for record in records:
-        values = (target.values.get(record.patient, ("",) * len(target.columns)) for target in targets)
-        row = (record.site, record.slide, record.patient, record.split, "tumor")
-        writer.writerow([*row, *(cell for cells in values for cell in cells)])
-    return out.getvalue()
-
-
-def _render_pipeline(target: PatientTarget, text: str) -> tuple[str, str]:
+def _render_pipeline(columns: tuple[str, ...], classes: Sequence[str], text: str) -> tuple[str, str]:
     """Return the name and text of a pipeline with a target."""
-    name = re.sub(r"[^a-z0-9]+", "_", target.name.lower()).strip("_")
-    settings: dict[str, object] = {"column": target.name, "classes": target.classes, "per": "patient"}
-    if not target.classes:
-        settings = {**dict(zip(("time", "event"), SURVIVAL_COLUMNS, strict=True)), "intervals": [*SURVIVAL_INTERVALS]}
-    head, _, body = text.partition("\n")
-    return name, head.replace("features", name) + "\n" + body + "\n" + tomli_w.dumps({"target": settings})
+    target: dict[str, object] = {"column": columns[0], "classes": classes, "per": "patient"}
+    if columns == SURVIVAL_COLUMNS:
+        target = {**dict(zip(("time", "event"), columns, strict=True)), "intervals": [*SURVIVAL_INTERVALS]}
+    name = SURVIVAL if columns == SURVIVAL_COLUMNS else re.sub(r"\W+", "_", columns[0].lower())
+    return name, text.replace("features", name, 1) + "\n" + tomli_w.dumps({"target": target})

@@ -163,22 +163,20 @@ def _init_features(folder: Path, archive: Path, tables: ArchiveTables, pipeline:
         tables.targets,
         pipeline=pipeline,
         codes=tables.codes,
-        group_by=tables.group_by or GROUPINGS[0],
+        by_institution=tables.group_by in (None, GROUPINGS[0]),
         min_patients=tables.min_patients or MIN_PATIENTS,
     )
     values = {"real": False, "clinical": LABEL_TABLE}
     command = f"import --format trident --from {archive} --labels {LABEL_TABLE}"
-    texts = {site: _render_settings({"name": site, **values}, site, command) for site in federation.slides}
+    texts = {site: _render_settings({"name": site, **values}, site, command) for site in federation.sites}
     _write_study(folder, federation.pipelines, texts, {LABEL_TABLE: federation.label_table})
     name = tables.targets[0].partition(":")[0]
     return {
         "study": str(folder),
         "layout": "tcga",
         "pipelines": [*federation.pipelines],
-        "sites": [
-            {"site": site, "slides": n, "patients": federation.patients[site]} for site, n in federation.slides.items()
-        ],
-        "notes": [*federation.notes],
+        "sites": [{"site": site, "slides": m, "patients": n} for site, (n, m) in federation.sites.items()],
+        "notes": federation.notes,
         "next": f"wsi-fl bench {archive.resolve()} --labels {LABEL_TABLE} --hospitals site --target {name}",
     }
 
