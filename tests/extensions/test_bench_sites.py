@@ -51,12 +51,12 @@ def test_every_hospital_has_an_interval_around_the_score_of_the_table(federation
     names = {"tcga-a6": 8, "tcga-ad": 19, "tcga-indivumed": 40}
     for test_set, tested in (
         ("own", {"tcga-a6": 2, "tcga-ad": 5, "tcga-indivumed": 10}),
-        ("all", dict.fromkeys(names, 17)),
+        ("merged", dict.fromkeys(names, 17)),
     ):
         hospitals = {row["site"]: [] for row in document["hospitals"] if row["test"] == test_set}
         for row in document["hospitals"]:
             hospitals.get(row["site"], []).extend([row] if row["test"] == test_set else [])
-        if target == MSI or test_set == "all":  # two patients may have no comparable times
+        if target == MSI or test_set == "merged":  # two patients may have no comparable times
             assert {name: one["patients"] for name, (one, _) in hospitals.items()} == names
             assert {name: one["tested"] for name, (one, _) in hospitals.items()} == tested
     for name, both in hospitals.items():
@@ -114,7 +114,7 @@ def test_patients_of_a_site_without_training_are_external(federation, tmp_path):
     (tmp_path / "labels.csv").write_text("\n".join(lines) + "\n")
     document = compare((features, tmp_path / "labels.csv"), tmp_path / "map.csv", methods=["oneshot"])
     tested = {row["test"]: row["tested"] for row in document["hospitals"] if row["site"] == "tcga-a6"}
-    assert tested == {"own": 2, "all": 12, "external": 24}
+    assert tested == {"own": 2, "merged": 12, "external": 24}
     assert {row["site"] for row in document["hospitals"]} == {"tcga-a6", "tcga-indivumed"}
     assert "external patients" in next(iter(render_bench_lines(document))).title
 

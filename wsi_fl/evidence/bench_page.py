@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.evidence.bench_sites import ALL, EXTERNAL, OWN
+from wsi_fl.evidence.bench_sites import EXTERNAL, INTERNAL, MERGED
 from wsi_fl.report.formatting import Json, format_number, is_number
 from wsi_fl.report.templates import fill_template
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
@@ -16,8 +16,8 @@ from wsi_fl.system.files import write_text
 
 _TEST_SETS = {
     EXTERNAL: "external patients",
-    ALL: "the test patients of all hospitals",
-    OWN: "each hospital's own test patients",
+    MERGED: "the test patients of all hospitals",
+    INTERNAL: "each hospital's own test patients",
 }
 """Test sets, the most telling one first."""
 
@@ -49,10 +49,12 @@ def _group_hospitals(hospitals: Sequence[Json]) -> list[dict[str, Any]]:
             site: [row for row in rows if row["site"] == site] for site in dict.fromkeys(r["site"] for r in rows)
         }
         if rows:
-            most = max(abs(row["gain"]["mean"]) for row in rows)
+            largest = max(abs(row["gain"]["mean"]) for row in rows)
             verdicts = Counter((_name_method(row), row["verdict"]) for row in rows)
             lines = [f"{method}: {n} {verdict}" for (method, verdict), n in verdicts.most_common()]
-            maps.append({"id": test_set, "title": title, "by_site": by_site, "most": most, "verdicts": sorted(lines)})
+            maps.append(
+                {"id": test_set, "title": title, "by_site": by_site, "most": largest, "verdicts": sorted(lines)}
+            )
     return maps
 
 

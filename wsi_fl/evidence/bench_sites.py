@@ -16,7 +16,7 @@ from wsi_fl.federation.methods import LOCAL_METHOD, POOLED_METHOD
 from wsi_fl.report.formatting import Json
 from wsi_fl.types import UsageError, natural_key
 
-EXTERNAL, ALL, OWN = "external", "all", "own"
+EXTERNAL, MERGED, INTERNAL = "external", "merged", "own"
 """Test sets: patients of sites that train nothing, of all hospitals, and a hospital's own."""
 _TUNING_SHARE = 0.2
 _PLACES = ["site", "split"]
@@ -63,9 +63,9 @@ def split_hospitals(rows: Cohort, *, is_tuning: bool) -> tuple[list[Cohort], Coh
 def score_examples(predictions: PredictionArray, test: Cohort, site: str, hospitals: Sequence[str]) -> ExampleScores:
     """Return the contribution of each test patient to the score, by test set; classes have equal weight."""
     sites = test.obs["site"].to_numpy()
-    masks: dict[str, NDArray[np.bool_]] = {EXTERNAL: ~np.isin(sites, hospitals), OWN: sites == site}
+    masks: dict[str, NDArray[np.bool_]] = {EXTERNAL: ~np.isin(sites, hospitals), INTERNAL: sites == site}
     scores = {}
-    for name, mask in (masks | {ALL: ~masks[EXTERNAL]}).items():
+    for name, mask in (masks | {MERGED: ~masks[EXTERNAL]}).items():
         label = test.label[mask]
         values = test.task.example_scores(predictions[mask], label) if mask.any() else None
         if values is not None:
@@ -84,7 +84,7 @@ def estimate_hospitals(results: pd.DataFrame, n_patients: Mapping[str, int], sco
         score: name of the score.
     """
     documents = list[Json]()
-    for (site, n), test_set in ((pair, name) for name in (EXTERNAL, ALL, OWN) for pair in n_patients.items()):
+    for (site, n), test_set in ((pair, name) for name in (EXTERNAL, MERGED, INTERNAL) for pair in n_patients.items()):
         at_site = results[results["site"] == site]
         tables = {
             key: build_score_table(
@@ -100,7 +100,7 @@ def estimate_hospitals(results: pd.DataFrame, n_patients: Mapping[str, int], sco
         }
         baselines = {"local": tables.pop((LOCAL_METHOD, 0.0), None), "pooled": tables.pop((POOLED_METHOD, 0.0), None)}
         for (method, epsilon), table in tables.items():
-            scores = {name: one for name, one in {**baselines, "federated": table}.items() if one is not None}
+            scores = {name: scored for name, scored in {**baselines, "federated": table}.items() if scored is not None}
             if "local" in scores:
                 row = {"test": test_set, "site": site, "method": method, "epsilon": epsilon, "patients": n}
                 documents.append(row | {"tested": len(table.values)} | estimate_benefit(scores))

@@ -92,8 +92,10 @@ def survey_features(
         labels, counts = _add_target(labels, names, by_patient)
         name, text = _render_pipeline(names, sorted(counts), pipeline)
         pipelines[name] = text
-        shown = ", ".join(f"{n} {value}" for value, n in counts.most_common(_MAX_NAMED))
-        notes.append(f"{names[-1]}: {counts.total()} patients: {shown}" + (", …" if len(counts) > _MAX_NAMED else ""))
+        frequent = ", ".join(f"{n} {value}" for value, n in counts.most_common(_MAX_NAMED))
+        notes.append(
+            f"{names[-1]}: {counts.total()} patients: {frequent}" + (", …" if len(counts) > _MAX_NAMED else "")
+        )
     if n_unlabelled := sum(record.patient not in labelled for record in records):
         notes.append(f"slides left out, as --clinical has no target of their patient or several: {n_unlabelled}")
     if small:
