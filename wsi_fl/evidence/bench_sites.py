@@ -100,7 +100,7 @@ def estimate_hospitals(results: pd.DataFrame, n_patients: Mapping[str, int], sco
         }
         baselines = {"local": tables.pop((LOCAL_METHOD, 0.0), None), "pooled": tables.pop((POOLED_METHOD, 0.0), None)}
         for (method, epsilon), table in tables.items():
-            scores = {name: scored for name, scored in {**baselines, "federated": table}.items() if scored is not None}
+            scores = {name: each for name, each in {**baselines, "federated": table}.items() if each is not None}
             if "local" in scores:
                 row = {"test": test_set, "site": site, "method": method, "epsilon": epsilon, "patients": n}
                 documents.append(row | {"tested": len(table.values)} | estimate_benefit(scores))
