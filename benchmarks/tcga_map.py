@@ -97,7 +97,8 @@ def write_federation(
     Every tenth patient has a second slide; a frozen slide and one of healthy tissue are among them.
     """
     rng, rows = np.random.default_rng(seed), []
-    direction, shifts = rng.normal(size=width) / 4, rng.normal(size=(len(patients), width)) / 8
+    direction, shifts = rng.normal(size=width), rng.normal(size=(len(patients), width)) / 8
+    direction *= 0.8 / np.linalg.norm(direction)  # the classes overlap, whatever the width
     for index, n in enumerate(patients):
         for number in range(n):
             patient, project = f"TCGA-{CODES[index]}-{number:04d}", PROJECTS[index % len(PROJECTS)]
@@ -105,7 +106,7 @@ def write_federation(
             mean = (
                 shifts[index]
                 + direction * (1.0 if high else 0.0)
-                + 0.15 * risk * direction[::-1]
+                + 0.5 * risk * direction[::-1]
                 + rng.normal(size=width) / 4
             )
             kinds = ["01Z-00-DX1", *(["01Z-00-DX2"] if number % 10 == 0 else [])]

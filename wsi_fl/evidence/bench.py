@@ -307,6 +307,7 @@ def run_benchmark(
     results, trials = results[results["seed"] != _TUNING_SEED], itertools.product(cells, methods, epsilons)
     document: dict[str, Any] = {"table": str(path), "rows": str(out), "unit": "patient" if n_patients else unit}
     document |= {"delta": _DELTA, "seeds": seeds, "excluded": [asdict(slide) for slide in table.excluded]}
+    document |= {"target": target} if target else {}
     document["score"] = "balanced accuracy" if table.classes else "concordance"
     if n_patients:
         score = "accuracy" if table.classes else "concordance"

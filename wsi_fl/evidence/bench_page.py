@@ -11,6 +11,7 @@ from typing import Any
 from wsi_fl.evidence.bench_sites import EXTERNAL, INTERNAL, MERGED
 from wsi_fl.report.formatting import Json, format_number, is_number
 from wsi_fl.report.templates import fill_template
+from wsi_fl.slides.layouts.common import group_pairs
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
 from wsi_fl.system.files import write_text
 
@@ -45,16 +46,15 @@ def _group_hospitals(hospitals: Sequence[Json]) -> list[dict[str, Any]]:
     maps = []
     for test_set, title in _TEST_SETS.items():
         rows = sorted((row for row in hospitals if row["test"] == test_set), key=lambda row: -row["patients"])
-        by_site = {
-            site: [row for row in rows if row["site"] == site] for site in dict.fromkeys(r["site"] for r in rows)
-        }
+        by_site = group_pairs((row["site"], row) for row in rows)
         if rows:
             largest = max(abs(row["gain"]["mean"]) for row in rows)
-            verdicts = Counter((_name_method(row), row["verdict"]) for row in rows)
-            lines = [f"{method}: {n} {verdict}" for (method, verdict), n in verdicts.most_common()]
-            maps.append(
-                {"id": test_set, "title": title, "by_site": by_site, "most": largest, "verdicts": sorted(lines)}
-            )
+            verdicts = group_pairs((_name_method(row), row["verdict"]) for row in rows)
+            lines = [
+                f"{name}: {', '.join(f'{n} {verdict}' for verdict, n in Counter(values).most_common())}"
+                for name, values in verdicts.items()
+            ]
+            maps.append({"id": test_set, "title": title, "by_site": by_site, "most": largest, "verdicts": lines})
     return maps
 
 
