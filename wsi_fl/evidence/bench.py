@@ -283,11 +283,11 @@ def run_benchmark(
     if out.exists():
         raise UsageError(f"{out}: exists already; remove it, or choose another --out")
     methods, cells, epsilons = [*dict.fromkeys(methods)], [*dict.fromkeys(cells)], [*dict.fromkeys(epsilons)]
+    _require_options(methods, unit)
     progress = watcher or SilentProgress()
     table = read_table(path, labels, target, progress)
     if table.excluded:
         progress.print_message(describe_skipped_slides(table.excluded))
-    _require_options(methods, unit)
     if 0 < (unnamed := int((table.rows.patient == "").sum())) < len(table.rows):
         progress.print_message(f"{unnamed} rows name no patient; each counts by itself")
     if unit == "patient" and unnamed:

@@ -98,10 +98,11 @@ def estimate_hospitals(results: pd.DataFrame, n_patients: Mapping[str, int], sco
             for key, group in at_site.groupby(["method", "epsilon"], sort=False)
             if all(test_set in examples for examples in group["examples"])
         }
-        baselines = {"local": tables.pop((LOCAL_METHOD, 0.0), None), "pooled": tables.pop((POOLED_METHOD, 0.0), None)}
+        local, pooled = (tables.pop((method, 0.0), None) for method in (LOCAL_METHOD, POOLED_METHOD))
+        if local is None or pooled is None:  # too few patients for a score
+            continue
         for (method, epsilon), table in tables.items():
-            scores = {name: each for name, each in {**baselines, "federated": table}.items() if each is not None}
-            if "local" in scores:
-                row = {"test": test_set, "site": site, "method": method, "epsilon": epsilon, "patients": n}
-                documents.append(row | {"tested": len(table.values)} | estimate_benefit(scores))
+            row = {"test": test_set, "site": site, "method": method, "epsilon": epsilon, "patients": n}
+            benefit = estimate_benefit({"local": local, "pooled": pooled, "federated": table})
+            documents.append(row | {"tested": len(table.values)} | benefit)
     return documents
