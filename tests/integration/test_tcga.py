@@ -319,7 +319,7 @@ def test_options_of_an_archive_are_checked(archive, tmp_path):
     clinical = write_clinical(tmp_path / "cases.tsv", header=("who", "project", "tumor_type", "what"))
     columns = ("patient=who", "diagnosis = what")
     study = Study(tmp_path / "study")
-    init_study(study.root, archive=archive, tables=ArchiveTables("tss", clinical, None, columns))
+    init_study(study.root, archive=archive, tables=ArchiveTables("tss", (clinical,), None, columns))
     site = study.load_site("tcga-bh")
     assert site.labels == str(clinical) and site.columns == {"patient": "who", "diagnosis": "what"}
     assert len(read_site("tcga", resolve_sources(study, site))[0]) == 2
@@ -328,7 +328,7 @@ def test_options_of_an_archive_are_checked(archive, tmp_path):
         refused(lambda: init_study(tmp_path / "other", archive=archive, tables=ArchiveTables(**tables)), *words)
 
     fails("unknown grouping 'country'", "institution, tss", group_by="country")
-    fails("--clinical: no such file", clinical=tmp_path / "none")
+    fails("--clinical: no such file", clinical=[tmp_path / "none"])
     fails("--codes: no such file", codes=tmp_path / "none")
     fails("--column 'diagnosis'", "KEY=NAME", columns=("diagnosis",))
     keys = "'patient', 'diagnosis', 'tumor_type' or 'project'"

@@ -26,7 +26,9 @@ from wsi_fl.types import UsageError
 
 def create_study(
     folder: Annotated[Path, Argument(metavar="DIR", help="Folder of the new study.")],
-    archive: Annotated[Path | None, Option("--from", help="Archive of slides to write site files for.")] = None,
+    archive: Annotated[
+        Path | None, Option("--from", "--features", help="Archive of slides, or of TCGA's features by TRIDENT.")
+    ] = None,
     sites: Annotated[
         list[str] | None,
         Option("--site", metavar="NAME", help="A site without an archive, such as of features. Repeatable."),
@@ -42,7 +44,22 @@ def create_study(
         str | None, Option(help="TCGA: a site is an institution (default) or a source site, tss.")
     ] = None,
     clinical: Annotated[
-        Path | None, Option(metavar="FILE", help="TCGA: diagnoses. Default: its clinical*.tsv.")
+        list[Path] | None,
+        Option(
+            metavar="FILE",
+            help="TCGA: diagnoses. Default: its clinical*.tsv. Of features: tables with the targets. Repeatable.",
+        ),
+    ] = None,
+    targets: Annotated[
+        list[str] | None,
+        Option(
+            "--target",
+            metavar="COLUMN",
+            help="TCGA's features: a column of classes, COLUMN:LOW:HIGH of a number, or survival. Repeatable.",
+        ),
+    ] = None,
+    min_patients: Annotated[
+        int | None, Option(min=2, help="TCGA's features: patients of the smallest institution. Default: 25.")
     ] = None,
     codes: Annotated[
         Path | None, Option(metavar="FILE", help="TCGA: all source sites. Default: its tissueSourceSite*.tsv, if any.")
@@ -60,7 +77,7 @@ def create_study(
     """Create a study: pipelines/ and sites/ to edit."""
     from wsi_fl.stages.prepare.init_study import ArchiveTables, init_study, render_init_lines
 
-    tables = ArchiveTables(group_by, clinical, codes, tuple(columns or ()))
+    tables = ArchiveTables(group_by, clinical or (), codes, tuple(columns or ()), tuple(targets or ()), min_patients)
     document = init_study(
         folder, archive=archive, names=sites or [], layout=layout, real=real, pipeline=pipeline, tables=tables
     )

@@ -7,34 +7,40 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
-from typing import NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from wsi_fl.data.cohort import Cohort, Inputs, concatenate_examples
-from wsi_fl.data.metrics import Probabilities, choose_classes, fill_patient_names
+from wsi_fl.data.cohort import Cohort, concatenate_examples
+from wsi_fl.data.metrics import Probabilities, fill_patient_names
+from wsi_fl.evidence.bench_heads import (
+    fit_local_head,
+    predict_at_site,
+    predict_with_head,
+    read_features,
+    score_predictions,
+)
+from wsi_fl.evidence.bench_page import write_page
+from wsi_fl.evidence.bench_sites import average_patients, estimate_hospitals, score_examples, split_hospitals
 from wsi_fl.evidence.feature_table import FeatureTable, describe_skipped_slides, read_table
 from wsi_fl.federation.federate import SiteResult, federate
 from wsi_fl.federation.methods import LOCAL_METHOD, METHODS, POOLED_METHOD
-from wsi_fl.learning.ensemble import build_ensemble
-from wsi_fl.learning.tuning import FittedHead, fit_linear_head, softmax
 from wsi_fl.models.mil import build_linear_head
-from wsi_fl.oneshot.projection import N_RANDOM, Projection, fit_projection, normalize_rows, read_projection
+from wsi_fl.oneshot.projection import N_RANDOM, Projection, fit_projection, read_projection
 from wsi_fl.oneshot.public_features import read_public_features
-from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.privacy.privacy_plan import Unit, propose_plan
 from wsi_fl.report.formatting import Json
-from wsi_fl.report.templates import fill_template
+from wsi_fl.slides.layouts.tcga_targets import SURVIVAL
 from wsi_fl.stages.prepare.import_export import ImportFacts
-from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
+from wsi_fl.stages.runtime.console import SilentProgress, Watcher
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError
 
@@ -46,6 +52,8 @@ _TUNING_SEED = -1
 _HYPERPARAMETERS = tuple(itertools.product((20, 60), (1e-2, 3e-2, 1e-1)))
 """Candidates of (rounds, learning rate)."""
 _NAMED_SKEWS = ("alike", "missing-class")
+TABLE_SITES = "site"
+"""Hospitals, and skew, of the table's column of sites."""
 _BASELINES = (LOCAL_METHOD, POOLED_METHOD)
 _RESULT_COLUMNS = (
     *("method", "epsilon", "sites", "n", "skew", "seed", "site", "score", "auroc", "own_score"),
@@ -69,10 +77,14 @@ class SamplingCell(NamedTuple):
 def parse_cells(hospitals: str, skews: str) -> list[SamplingCell]:
     """Return the cells of "4x150,16x50" and "alike,0.9"; a size may have a skew of its own, as in "8x200:1".
 
+    "site" is for the hospitals of the table's column.
+
     Example:
         >>> parse_cells("4x150,8x200:1", "alike,0.9")[1:]
         [SamplingCell(sites=4, n=150, skew='0.9'), SamplingCell(sites=8, n=200, skew='1')]
     """
+    if hospitals == TABLE_SITES:
+        return [SamplingCell(0, 0, TABLE_SITES)]
     cells = []
     for cell_text in hospitals.split(","):
         size, _, own_skew = cell_text.partition(":")
@@ -105,6 +117,8 @@ def sample_sites(table: FeatureTable, cell: SamplingCell, seed: int) -> tuple[li
     Raises:
         UsageError: for too few patients.
     """
+    if cell.skew == TABLE_SITES:
+        return split_hospitals(table.rows, is_tuning=seed == _TUNING_SEED)
     rng = np.random.default_rng(seed + 1000)
     patient = fill_patient_names(table.rows.patient)
     _, first_row, patient_of_row = np.unique(patient, return_index=True, return_inverse=True)
@@ -127,7 +141,8 @@ def sample_sites(table: FeatureTable, cell: SamplingCell, seed: int) -> tuple[li
     sites = []
     for index in range(cell.sites):
         counts = _count_by_class(cell, index, np.bincount(label) / len(label))
-        sites.append(rows_of(itertools.chain.from_iterable(itertools.starmap(take_patients, enumerate(counts)))))
+        part = rows_of(itertools.chain.from_iterable(itertools.starmap(take_patients, enumerate(counts))))
+        sites.append(part.assign_columns(site=f"S{index + 1}"))
     return sites, rows_of(itertools.chain.from_iterable(patients[:_MAX_TEST_PATIENTS] for patients in remaining))
 
 
@@ -174,39 +189,54 @@ class _Benchmark:
     def measure_sample(self, sample: _Sample) -> list[dict[str, object]]:
         """Return a row of the result for each training and hospital of a sample."""
         torch.set_num_threads(1)
-        (parts, test), n_classes = sample_sites(self.table, sample.cell, sample.seed), len(self.table.classes)
-        heads = [_fit_local_head(part, n_classes) for part in parts]
-        rows = []
+        (parts, test), n_outputs = sample_sites(self.table, sample.cell, sample.seed), self.n_outputs
+        heads, names = [fit_local_head(part, n_outputs) for part in parts], [part.obs["site"].iloc[0] for part in parts]
+        rows = list[dict[str, Any]]()
         for training in sample.trainings:
             start_time = time.monotonic()
+            hospitals: list[tuple[Probabilities, dict[str, object]]]
             if training.method == LOCAL_METHOD:
-                hospitals = [_score_predictions(_predict_with_head(head, test), test.label) for head in heads]
+                hospitals = [(predict_with_head(head, test), {}) for head in heads]
             elif training.method == POOLED_METHOD:
-                pooled = _predict_with_head(_fit_local_head(concatenate_examples(parts), n_classes), test)
-                hospitals = [_score_predictions(pooled, test.label)] * len(parts)
+                pooled = fit_local_head(concatenate_examples(parts), n_outputs)
+                hospitals = [(predict_with_head(pooled, test), {})] * len(parts)
             else:
-                results = self._train_sites(training, parts, max(sample.seed, 0))
-                hospitals = [_score_site(*site, test=test) for site in zip(results, parts, heads, strict=True)]
+                results = self._train_sites(training, dict(zip(names, parts, strict=True)), max(sample.seed, 0))
+                hospitals = [predict_at_site(*site, test=test) for site in zip(results, parts, heads, strict=True)]
             common = training._asdict() | sample.cell._asdict() | {"seed": sample.seed}
             common["seconds"] = round(time.monotonic() - start_time, 1)
-            rows += [common | {"site": f"S{k}"} | scores for k, scores in enumerate(hospitals, 1)]
+            for name, (predictions, facts) in zip(names, hospitals, strict=True):
+                row = common | {"site": name} | score_predictions(predictions, test) | facts
+                if sample.cell.skew == TABLE_SITES:
+                    row["examples"] = score_examples(predictions, test, name, names)
+                rows.append(row)
         return rows
 
-    def _train_sites(self, training: _Training, parts: Sequence[Cohort], seed: int) -> list[SiteResult]:
+    @property
+    def n_outputs(self) -> int:
+        """Number of outputs of a head: classes, or intervals of survival."""
+        return len(self.table.classes or getattr(self.table.rows.task, "ends", ()))
+
+    def _train_sites(self, training: _Training, parts: Mapping[str, Cohort], seed: int) -> list[SiteResult]:
         """Return the hospitals' models after federated training."""
-        n_units = min(len(np.unique(part.patient)) if self.unit == "patient" else len(part) for part in parts)
+        sizes = {
+            name: len(np.unique(part.patient)) if self.unit == "patient" else len(part) for name, part in parts.items()
+        }
+        n_units = min(sizes.values())
         if METHODS[training.method].payload.is_single_release:
             batch_size, sigma = n_units, find_sigma(training.epsilon, 1.0, 1, _DELTA)
         else:
             plan = propose_plan(n_units, training.rounds, training.epsilon, _DELTA)
             batch_size, sigma = plan.batch_size, plan.mechanism.sigma
-        n_classes, n_features = len(self.table.classes), _read_features(parts[0]).shape[1]
+        # a larger hospital has larger batches, at most of the same share of its units, so its ε is no larger
+        batches = {name: max(batch_size, n // ceil(n_units / batch_size)) for name, n in sizes.items()}
+        n_outputs, n_features = self.n_outputs, read_features(next(iter(parts.values()))).shape[1]
         results = federate(
-            {f"S{k}": part for k, part in enumerate(parts, 1)},
+            parts,
             training.method,
-            private=lambda: build_linear_head(n_classes, n_features),
+            private=lambda: build_linear_head(n_outputs, n_features),
             rounds=training.rounds,
-            batch_size=batch_size,
+            batch_size=batches,
             lr=training.lr,
             sigma=sigma,
             delta=_DELTA,
@@ -215,49 +245,6 @@ class _Benchmark:
             seed=seed,
         )
         return list(results.values())
-
-
-def _read_features(rows: Cohort) -> Inputs:
-    return rows.read(np.arange(len(rows)))
-
-
-def _fit_local_head(part: Cohort, n_classes: int) -> FittedHead:
-    """Fit the head of a hospital alone, as `regular` with `train.tune`."""
-    return fit_linear_head(normalize_rows(_read_features(part)), part.label, part.patient, n_classes)
-
-
-def _score_site(result: SiteResult, part: Cohort, head: FittedHead, *, test: Cohort) -> dict[str, object]:
-    """Return the scores of a hospital's ensemble of local and federated head, as in a study, and its ε."""
-    models = result.models
-    model = models.get("proxy") or models.get("shared") or next(iter(models.values()))
-    sample_sizes = model.effective_sample_sizes() if isinstance(model, SharedHead) else None
-    federated = _predict_with_network(model, part)
-    ensemble = build_ensemble(head.held_out, federated, part.label, part.patient, sample_sizes)
-    predictions = ensemble(_predict_with_head(head, test), _predict_with_network(model, test))
-    private_predictions = _predict_with_network(models.get("private") or next(iter(models.values())), test)
-    return _score_predictions(predictions, test.label) | {
-        "own_score": _score_predictions(private_predictions, test.label)["score"],
-        "spent": None if result.epsilon is None else round(result.epsilon, 4),
-        "guarantee": result.guarantee,
-    }
-
-
-def _score_predictions(predictions: Probabilities, y: NDArray[np.int64]) -> dict[str, object]:
-    """Return balanced accuracy, and AUROC averaged over classes."""
-    from sklearn.metrics import balanced_accuracy_score, roc_auc_score
-
-    areas = [roc_auc_score(y == label, predictions[:, label]) for label in np.unique(y)]
-    accuracy = balanced_accuracy_score(y, choose_classes(predictions))
-    return {"score": round(float(accuracy), 5), "auroc": round(float(np.mean(areas)), 5), "guarantee": "none"}
-
-
-def _predict_with_head(head: FittedHead, rows: Cohort) -> Probabilities:
-    return softmax(normalize_rows(_read_features(rows)) @ head.weight.T + head.bias)
-
-
-def _predict_with_network(model: nn.Module, rows: Cohort) -> Probabilities:
-    with torch.inference_mode():
-        return softmax(model.eval()(torch.from_numpy(_read_features(rows))).double().numpy())
 
 
 def run_benchmark(
@@ -271,6 +258,7 @@ def run_benchmark(
     seeds: int = 5,
     projection: Path | None = None,
     labels: Path | None = None,
+    target: str | None = None,
     jobs: int = 1,
     watcher: Watcher | None = None,
 ) -> Json:
@@ -281,10 +269,10 @@ def run_benchmark(
     hospital's ensemble with its local head, as in a study (`score`), and of the federated model (`own_score`).
 
     Args:
-        path, labels: see `read_table`.
+        path, labels, target: see `read_table`.
         out: a new CSV with a line for each method, ε, cell, seed and hospital.
         methods: names in METHODS, including those of plug-ins.
-        cells: sampling of hospitals.
+        cells: sampling of hospitals, or the hospitals of the table, of which a patient is a row.
         projection: from public reference slides for `oneshot`, or their features without labels, as a table, a store or
             TRIDENT's folder; by default random.
         jobs: number of processes.
@@ -295,11 +283,44 @@ def run_benchmark(
     if out.exists():
         raise UsageError(f"{out}: exists already; remove it, or choose another --out")
     methods, cells, epsilons = [*dict.fromkeys(methods)], [*dict.fromkeys(cells)], [*dict.fromkeys(epsilons)]
-    table, progress = read_table(path, labels), watcher or SilentProgress()
+    _require_options(methods, unit)
+    progress = watcher or SilentProgress()
+    table = read_table(path, labels, target, progress)
     if table.excluded:
         progress.print_message(describe_skipped_slides(table.excluded))
     if 0 < (unnamed := int((table.rows.patient == "").sum())) < len(table.rows):
         progress.print_message(f"{unnamed} rows name no patient; each counts by itself")
+    if unit == "patient" and unnamed:
+        raise UsageError(f"{path}: --unit patient needs the patient of every row")
+    n_patients: dict[str, int] = {}
+    if any(cell.skew == TABLE_SITES for cell in cells):
+        table, unit = table._replace(rows=average_patients(table.rows)), "row"
+        n_patients = {part.obs["site"].iloc[0]: len(part) for part in sample_sites(table, cells[0], 0)[0]}
+        cells = [SamplingCell(len(n_patients), sum(n_patients.values()), TABLE_SITES)]
+    elif target == SURVIVAL:
+        raise UsageError("--target survival goes with --hospitals site")
+    for cell in cells:
+        sample_sites(table, cell, 0)
+    benchmark = _Benchmark(table, cast(Unit, unit), _read_projection(projection))
+    rows = _measure_all(benchmark, methods, epsilons, cells, seeds, out=out, jobs=jobs, progress=progress)
+    results = pd.DataFrame(rows, columns=[*_RESULT_COLUMNS, "examples"])
+    results, trials = results[results["seed"] != _TUNING_SEED], itertools.product(cells, methods, epsilons)
+    document: dict[str, Any] = {"table": str(path), "rows": str(out), "unit": "patient" if n_patients else unit}
+    document |= {"delta": _DELTA, "seeds": seeds, "excluded": [asdict(slide) for slide in table.excluded]}
+    document |= {"target": target} if target else {}
+    document["score"] = "balanced accuracy" if table.classes else "concordance"
+    if n_patients:
+        score = "accuracy" if table.classes else "concordance"
+        document["hospitals"] = estimate_hospitals(results, n_patients, score)
+    document["cells"] = [_measure_gain(results, method, epsilon, cell) for cell, method, epsilon in trials]
+    write_page(out.with_suffix(".html"), document)
+    return document | {"page": str(out.with_suffix(".html"))}
+
+
+def _require_options(methods: Sequence[str], unit: str) -> None:
+    """Refuse methods that are unknown, baselines, or of more than features, and an unknown unit."""
+    if unit not in get_args(Unit):
+        raise UsageError(f"--unit {unit!r}: use {' or '.join(get_args(Unit))}")
     for method in methods:
         if method not in METHODS:
             raise UsageError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
@@ -307,25 +328,6 @@ def run_benchmark(
             raise UsageError(f"{method} is always measured as a baseline; leave it out of --method")
         if METHODS[method].bare_disclosures or METHODS[method].learns_from != "own":
             raise UsageError(f"{method} needs more than features; train it in a study")
-    if unit not in get_args(Unit):
-        raise UsageError(f"--unit {unit!r}: use {' or '.join(get_args(Unit))}")
-    if unit == "patient" and unnamed:
-        raise UsageError(f"{path}: --unit patient needs the patient of every row")
-    for cell in cells:
-        sample_sites(table, cell, 0)
-    benchmark = _Benchmark(table, cast(Unit, unit), _read_projection(projection))
-    results = _measure_all(benchmark, methods, epsilons, cells, seeds, out=out, jobs=jobs, progress=progress)
-    gains = [[_measure_gain(results, m, epsilon, cell) for m in methods for epsilon in epsilons] for cell in cells]
-    document = {"table": str(path), "rows": str(out), "unit": unit, "delta": _DELTA, "seeds": seeds}
-    document["excluded"] = [asdict(slide) for slide in table.excluded]
-    page = {
-        "document": document,
-        "columns": [f"{gain['method']}, ε = {gain['epsilon']:g}" for gain in gains[0]],
-        "rows": gains,
-        "most": max(abs(gain["gain"]) for row in gains for gain in row),
-    }
-    write_text(out.with_suffix(".html"), fill_template("bench", page, Path(__file__).parent))
-    return document | {"page": str(out.with_suffix(".html")), "cells": [gain for row in gains for gain in row]}
 
 
 def _read_projection(path: Path | None) -> Projection | int:
@@ -347,15 +349,15 @@ def _measure_all(
     out: Path,
     jobs: int,
     progress: Watcher,
-) -> pd.DataFrame:
+) -> list[dict[str, Any]]:
     """Return the rows of all trainings, and write them to the CSV after each sample."""
     from joblib import Parallel, delayed  # hands over the table as a memory map
 
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     in_rounds = [name for name in methods if not METHODS[name].payload.is_single_release]
     middle = sorted(epsilons)[len(epsilons) // 2]
     tuning = [
-        _Sample(cell, _TUNING_SEED, tuple(_Training(method, middle, *values) for values in _HYPERPARAMETERS))
+        _Sample(cell, _TUNING_SEED, tuple(_Training(method, middle, *values) for values in _list_candidates(cell)))
         for cell, method in itertools.product(cells, in_rounds)
     ]
     n = len(tuning) + seeds * len(cells)
@@ -375,7 +377,13 @@ def _measure_all(
         private = (_Training(m, epsilon, *best.get((m, *cell), ())) for m in methods for epsilon in epsilons)
         samples.append(_Sample(cell, seed, (*map(_Training, _BASELINES), *private)))
     measure_samples(samples, len(tuning))
-    return pd.DataFrame(rows, columns=_RESULT_COLUMNS)
+    return rows
+
+
+def _list_candidates(cell: SamplingCell) -> tuple[tuple[int, float], ...]:
+    """Return the candidates of (rounds, learning rate); only the short ones for a table's hospitals, often many."""
+    rounds = min(n for n, _ in _HYPERPARAMETERS)
+    return tuple(pair for pair in _HYPERPARAMETERS if cell.skew != TABLE_SITES or pair[0] == rounds)
 
 
 def _select_hyperparameters(tuning: pd.DataFrame) -> dict[tuple[object, ...], tuple[int, float]]:
@@ -390,7 +398,7 @@ def _measure_gain(results: pd.DataFrame, method: str, epsilon: float, cell: Samp
     """Return the paired gain in balanced accuracy of a method over local heads in a cell."""
     from scipy.stats import t
 
-    is_cell = (results[_CELL_COLUMNS] == list(cell)).all(axis=1) & (results["seed"] != _TUNING_SEED)
+    is_cell = (results[_CELL_COLUMNS] == list(cell)).all(axis=1)
     scores = results[is_cell].set_index(["method", "epsilon", "seed", "site"])["score"].sort_index()
     local, pooled, federated = scores[LOCAL_METHOD, 0.0], scores[POOLED_METHOD, 0.0], scores[method, epsilon]
     gain = federated - local
@@ -407,21 +415,3 @@ def _measure_gain(results: pd.DataFrame, method: str, epsilon: float, cell: Samp
         "half_width": half_width,
         "worst_site": float(gain.groupby("site").mean().min()),
     }
-
-
-def render_bench_lines(document: Json) -> Lines:
-    """Yield a row for each cell, method and ε."""
-    rows = [
-        [
-            f"{gain['sites']} × {gain['n']}, {gain['skew']}",
-            f"{gain['method']}, ε = {gain['epsilon']:g}",
-            *(f"{gain[name]:.3f}" for name in ("local", "federated", "pooled")),
-            f"{gain['gain']:+.3f}" + ("" if gain["half_width"] is None else f" ± {gain['half_width']:.3f}"),
-            f"{gain['worst_site']:+.3f}",
-        ]
-        for gain in document["cells"]
-    ]
-    headings = ["hospitals", "method", "local", "federated", "pooled", "gain", "worst site"]
-    yield TextTable("balanced accuracy", headings, rows)
-    yield TextLine(f"{document['seeds']} seeds; a gain is paired with the local head, ± its 95 % interval over seeds")
-    yield TextLine(f"{document['rows']}: a line for every seed and hospital; {document['page']}: the map")

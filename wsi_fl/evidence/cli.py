@@ -26,7 +26,11 @@ def run_bench(
     methods: Annotated[str, Option("--method", help="Names, with commas between.")] = "oneshot,proxyfl,fedavg",
     epsilon: Annotated[str, Option(help="Of each hospital, at δ = 1e-5.")] = "1",
     hospitals: Annotated[
-        str, Option(metavar="4x150,…", help="How many hospitals, of how many patients each.")
+        str,
+        Option(
+            metavar="4x150,…",
+            help="How many hospitals, of how many patients each; or site, for those in the columns site and split.",
+        ),
     ] = "4x150",
     skew: Annotated[
         str, Option(help="alike, missing-class (one site has none of it), or shares of one class such as 0.9 and 1.")
@@ -39,11 +43,15 @@ def run_bench(
     labels: Annotated[
         Path | None, Option(metavar="FILE", help="CSV with slide, label and patient, for a folder.")
     ] = None,
+    target: Annotated[
+        str | None, Option(metavar="COLUMN", help="Column of --labels that is predicted, or survival. Default: label.")
+    ] = None,
     jobs: Annotated[int, Option(min=1, max=256, help="Processes.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Compare methods on hospitals sampled from one feature table, with local and pooled baselines."""
-    from wsi_fl.evidence.bench import parse_cells, parse_numbers, render_bench_lines, run_benchmark
+    from wsi_fl.evidence.bench import parse_cells, parse_numbers, run_benchmark
+    from wsi_fl.evidence.bench_page import render_bench_lines
 
     work = partial(
         run_benchmark,
@@ -56,6 +64,7 @@ def run_bench(
         seeds=seeds,
         projection=along,
         labels=labels,
+        target=target,
         jobs=jobs,
     )
     run_work("bench", work, as_json, render_bench_lines)

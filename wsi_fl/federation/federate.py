@@ -63,7 +63,7 @@ def federate(
     proxy: _MakeModel | None = None,
     tests: Mapping[str, Cohort] | None = None,
     rounds: int = 10,
-    batch_size: int = 32,
+    batch_size: int | Mapping[str, int] = 32,
     lr: float = 1e-3,
     sigma: float | None = 1.0,
     clip: float = 1.0,
@@ -84,6 +84,7 @@ def federate(
         method: a name in METHODS, or a `Method`; none that needs generated images.
         private, proxy: make a fresh model; `proxy` is `private` by default. `oneshot` makes its own head, `shared`.
         tests: examples of each site for the evaluation after each round.
+        batch_size: expected examples of a training step, of patients with unit "patient"; perhaps by site.
         sigma, clip, delta, unit: of each site's privacy plan; sigma None is no differential privacy.
         alpha, beta: weight of the proxy's predictions for the private model, and the reverse (eqs. 4 and 5). With β > 0
             the teacher has no differential privacy, and the proxy's ε is nominal.
@@ -106,10 +107,11 @@ def federate(
     if single:
         first, rounds, batch_size = next(iter(sites.values())), 1, maxsize
         makers |= dict.fromkeys(COMMON, partial(row.payload.build_model, first, n_classes, unit, projection))
+    sizes = dict.fromkeys(sites, batch_size) if isinstance(batch_size, int) else batch_size
     recipe = Recipe(
         row,
         rounds=rounds,
-        batch_size=batch_size,
+        batch_size=max(sizes.values()),
         lr=lr,
         weights=Weights(alpha, beta),
         seed=seed,
@@ -118,7 +120,7 @@ def federate(
     with TemporaryDirectory() as temporary:
         place = Path(folder or temporary)
         participants = _build_participants(
-            sites, tests, recipe, place, makers, n_classes, sigma=sigma, clip=clip, delta=delta, unit=unit
+            sites, tests, recipe, place, makers, n_classes, sizes=sizes, sigma=sigma, clip=clip, delta=delta, unit=unit
         )
         return _run_in_memory(participants, recipe)
 
@@ -131,6 +133,7 @@ def _build_participants(
     makers: Mapping[str, _MakeModel],
     n_classes: int,
     *,
+    sizes: Mapping[str, int],
     sigma: float | None,
     clip: float,
     delta: float,
@@ -151,7 +154,7 @@ def _build_participants(
         if sigma is not None:
             plan = plan_of_round(
                 n=units.n,
-                batch_size=min(recipe.batch_size, units.n),
+                batch_size=min(sizes[name], units.n),
                 epochs=recipe.epochs_per_round,
                 sigma=sigma,
                 clip=clip,
@@ -165,6 +168,7 @@ def _build_participants(
                 train=train,
                 n_classes=n_classes,
                 units=units,
+                batch_size=sizes[name],
                 ledger=PrivacyLedger(site_folder.path / "ledger.jsonl", site=name, run=_RUN, terms=terms),
                 plan=plan,
                 folder=site_folder,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from wsi_fl.data.metrics import Labels, Probabilities, fill_patient_names, mean_over_classes
-from wsi_fl.data.tasks import CLASSES, PredictionArray, Task, Truth, selection_score
+from wsi_fl.data.tasks import CLASSES, PredictionArray, Task, Truth, fold_strata, selection_score
 from wsi_fl.learning.tuning import log_losses, log_probabilities, selection_loss, softmax
 
 COMMON = ("proxy", "shared")
@@ -209,8 +209,10 @@ def build_ensemble(
     labels: Labels,
     patient: NDArray[np.str_],
     sample_sizes: tuple[float, float] | None = None,
+    task: Task = CLASSES,
 ) -> Ensemble:
-    """Return the ensemble of a hospital's local head and its federated model.
+    """Return the ensemble of a hospital's local head and its federated model; of a task without classes it has
+    sample sizes.
 
     Args:
         local: float64[n, classes], cross-validated predictions of the local head for the hospital's examples; None with
@@ -219,14 +221,16 @@ def build_ensemble(
         sample_sizes: of a one-shot global head, the effective sample sizes of the local and the federated examples.
     """
     n_classes = federated.shape[1]
-    if np.bincount(labels, minlength=n_classes).min() < (1 if sample_sizes else MIN_PATIENTS):
+    n_strata = n_classes if task.kind == "classes" else 2
+    if np.bincount(fold_strata(labels, task), minlength=n_strata).min() < (1 if sample_sizes else MIN_PATIENTS):
         return single_federated_ensemble(n_classes)
     if local is None:
         return single_local_ensemble(n_classes)
     if sample_sizes is None:
         return gate_ensemble(local, federated, labels, patient)
-    ensemble = weight_by_sample_size(local, federated, labels, sample_sizes, patient=patient)
-    return single_local_ensemble(n_classes) if is_worse_than_local(ensemble, local, federated, labels) else ensemble
+    ensemble = weight_by_sample_size(local, federated, labels, sample_sizes, task, patient)
+    is_worse = is_worse_than_local(ensemble, local, federated, labels, task)
+    return single_local_ensemble(n_classes) if is_worse else ensemble
 
 
 def _lower_bound_of_gain(gains: NDArray[np.float64], labels: Labels, patient: NDArray[np.str_]) -> float:

@@ -53,6 +53,7 @@ from wsi_fl.stores.foreign_slides import (
 from wsi_fl.stores.foreign_tensors import find_slide2vec, read_slide2vec, read_slideflow, read_tensor
 from wsi_fl.stores.foreign_writers import EXTRA_COLUMNS, TRIDENT_PREFIX, write_clam, write_stamp, write_trident
 from wsi_fl.stores.hdf5 import find_entry, has_entry, open_hdf5, read_dataset, read_group
+from wsi_fl.system.file_names import slide_of
 from wsi_fl.system.files import refuse_unavailable
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -90,11 +91,18 @@ def _read_text(attrs: Mapping[str, Any], name: str) -> str | None:
 
 
 def _find_trident(folder: Path) -> dict[str, Path]:
-    # in `features_<encoder>`, or in the one such folder below; else in the one of vectors of whole slides
+    # in `features_<encoder>`, or in the one such folder below; else in the one of vectors of whole slides; else, as
+    # public archives are laid, in a folder per cohort
     if files := list_files(folder, ".h5"):
         return index_by_slide(folder, files)
     subfolders = [path for path in folder.rglob(f"*{TRIDENT_PREFIX}*") if path.is_dir() and list_files(path, ".h5")]
     folders = [path for path in subfolders if path.name.startswith(TRIDENT_PREFIX)] or subfolders
+    if (
+        not folders
+        and (files := list_files(folder, ".h5", is_deep=True))
+        and len(files) == len({*map(slide_of, files)})
+    ):
+        return index_by_slide(folder, files)
     if len(folders) != 1:
         listing = several_folders_message(sorted(path.name for path in folders))
         raise UsageError(f"{folder}: {listing if folders else f'no {TRIDENT_PREFIX}<encoder>/*.h5 in it'}")

@@ -108,7 +108,7 @@ _DIAGNOSTIC = ("DX",)
 """Diagnostic slides of embedded tissue; TS and BS are frozen sections beside the samples."""
 _BARCODE = re.compile(
     r"TCGA-(?P<tss>[A-Z0-9]{2})-(?P<participant>[A-Z0-9]{4})-(?P<sample>\d{2})[A-Z]"
-    r"-\d{2}-(?P<kind>DX|TS|BS|MS)(?P<number>[A-Z0-9]+)(?:\.(?P<uuid>[^.]+))?"
+    r"-\d{2}-(?P<kind>DX|TS|BS|MS)(?P<number>[A-Z0-9]+)(?:\.(?P<uuid>[0-9A-Fa-f-]+))?"
 )
 _NORMAL = range(10, 20)
 """Sample types of healthy tissue or blood."""
@@ -127,6 +127,10 @@ class _Barcode(NamedTuple):
     @property
     def patient(self) -> str:
         return f"TCGA-{self.tss}-{self.participant}"
+
+    @property
+    def is_tumor(self) -> bool:
+        return int(self.sample) not in _NORMAL
 
 
 def parse_barcode(name: str) -> _Barcode | None:
@@ -150,6 +154,13 @@ def list_slides(archive: Path) -> Iterator[tuple[Path, _Barcode]]:
             yield path, barcode
 
 
+def read_institutions(codes: Path | None) -> dict[str, str]:
+    """Return code of a tissue source site → its institution: those built in, and those of the GDC's table."""
+    institutions = {code: name for name, codes_text in _INSTITUTION_CODES.items() for code in codes_text.split()}
+    rows = read_rows(codes, ("TSS Code", "Source Site")) if codes else []
+    return institutions | {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
+
+
 def describe_tcga(
     archive: Path, group_by: str = "institution", codes: Path | None = None, clinical: Path | None = None
 ) -> list[ArchiveSite]:
@@ -157,10 +168,7 @@ def describe_tcga(
 
     The tables of source sites and diagnoses are by default the archive's own.
     """
-    institutions = {code: name for name, codes_text in _INSTITUTION_CODES.items() for code in codes_text.split()}
-    if table := codes or _find_only(archive, "tissueSourceSite*.[tc]sv", "--codes"):
-        rows = read_rows(table, ("TSS Code", "Source Site"))
-        institutions |= {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
+    institutions = read_institutions(codes or _find_only(archive, "tissueSourceSite*.[tc]sv", "--codes"))
     pairs: list[tuple[str, str]] = []
     unknown: dict[str, set[str]] = {}
     for path, barcode in list_slides(archive):
@@ -227,7 +235,7 @@ def _read_slide(
     path: Path, barcode: _Barcode, clinical: _ClinicalTable, sources: Sources, expected: str | None
 ) -> SlideRecord | ExcludedSlide:
     """Return the record of a slide, or the slide as excluded; its size must be that of the manifest."""
-    if int(barcode.sample) in _NORMAL:
+    if not barcode.is_tumor:
         return ExcludedSlide(path.stem, f"not a slide of a tumour (sample type {barcode.sample})")
     labels = clinical.find_labels(barcode.patient)
     if isinstance(labels, str):

@@ -12,7 +12,9 @@ import tomli_w
 
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites, list_test_slides
 from wsi_fl.slides.layouts.idc import TABLE, describe_series, lacks_table
+from wsi_fl.slides.layouts.tcga import GROUPINGS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies
+from wsi_fl.stages.prepare.init_features import LABEL_TABLE, MIN_PATIENTS, has_features, survey_features
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.study.pipeline import NO_CHOICE, has_choice
@@ -24,7 +26,7 @@ from wsi_fl.types import SlideRecord, UsageError, natural_key
 
 _LAYOUT_PIPELINES = {"tcga": "tcga_subtypes"}
 """Layout → default pipeline; elsewhere that of the paper."""
-_PAPER, _START = "camelyon17", "camelyon17_pretrained"
+_PAPER, _START, _FEATURES = "camelyon17", "camelyon17_pretrained", "features"
 _CENTRES = ("C1", "C2", "C3", "C4")
 _INSTITUTIONS = ("tcga-pittsburgh", "tcga-indivumed", "tcga-asterand", "tcga-mskcc")
 _STUDY_SITES = {
@@ -43,15 +45,18 @@ class ArchiveTables:
 
     Attributes:
         group_by: "institution" or "tss".
-        clinical: the table of diagnoses.
+        clinical: the table of diagnoses; of features several, with the targets.
         codes: the table of source sites.
         columns: how the clinical table's columns are called, as KEY=NAME.
+        targets, min_patients: of features: what is predicted, and patients of the smallest institution.
     """
 
     group_by: str | None = None
-    clinical: Path | None = None
+    clinical: Sequence[Path] = ()
     codes: Path | None = None
     columns: Sequence[str] = ()
+    targets: Sequence[str] = ()
+    min_patients: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class _InitDocument(TypedDict):
     sites: list[dict[str, object]]
     subtypes: NotRequired[Mapping[str, Sequence[str]]]
     notes: NotRequired[list[str]]
+    next: NotRequired[str]
 
 
 def init_study(
@@ -91,7 +97,7 @@ def init_study(
     """Write `pipelines/` and, from an archive, `sites/*.toml`; existing files are kept.
 
     Args:
-        archive: folder of slides; its layout is recognised unless `layout` names it.
+        archive: folder of slides, or of TCGA's features; its layout is recognised unless `layout` names it.
         names: of sites without an archive, for imported features or site files edited later.
         real: whether the sites are real hospitals, whose patches no other site may read.
         pipeline: the shipped pipeline of the study; by default the one for the archive's layout, or all.
@@ -111,21 +117,26 @@ def init_study(
     pipelines = {
         path.stem: path.read_text(encoding="utf-8") for path in find_shipped_folder("pipelines").glob("*.toml")
     }
-    contents = None
-    if archive is not None:
+    contents, tables = None, tables or ArchiveTables()
+    from_features = archive is not None and layout in (None, "tcga") and has_features(archive)
+    if archive is not None and not from_features:
         layout = layout or detect_layout(archive)
         pipeline = pipeline or _LAYOUT_PIPELINES.get(layout, _PAPER)
     if pipeline is not None and pipeline not in pipelines:
         raise UsageError(f"unknown pipeline {pipeline!r}; shipped: {', '.join(sorted(pipelines))}")
+    if archive is not None and from_features:
+        return _init_features(folder, archive, tables, pipelines[pipeline or _FEATURES], real=real)
+    if tables.targets or tables.min_patients or len(tables.clinical) > 1:
+        raise UsageError("--target, --min-patients and several --clinical are for features: TCGA-….h5 in --from")
     if archive is not None and layout is not None and pipeline is not None:
         mosaics = Study(folder).load_pipeline(pipeline).train.data == "mosaics"
-        contents = _survey_archive(archive, layout, tables or ArchiveTables(), pipeline if mosaics else None)
+        contents = _survey_archive(archive, layout, tables, pipeline if mosaics else None)
         sites = {site.name: _render_site_file(site, contents, real) for site in contents.sites}
         pipelines = {pipeline: _adapt_pipeline(pipeline, pipelines[pipeline], contents)}
     else:
         sites = {name: _render_settings({"name": name, "real": real}, f"--site {name!r}", "import") for name in names}
         pipelines = pipelines if pipeline is None else {pipeline: pipelines[pipeline]}
-    _write_study(folder, pipelines, sites, contents.table if contents else "")
+    _write_study(folder, pipelines, sites, {TABLE: contents.table} if contents and contents.table else {})
     slides = {site.name: site.n_slides for site in contents.sites} if contents else dict.fromkeys(names, 0)
     document: _InitDocument = {
         "study": str(folder),
@@ -136,6 +147,38 @@ def init_study(
     if contents is not None and (contents.subtypes or contents.notes):
         document |= {"subtypes": contents.subtypes, "notes": contents.notes}
     return document
+
+
+def _init_features(folder: Path, archive: Path, tables: ArchiveTables, pipeline: str, *, real: bool) -> _InitDocument:
+    """Write a study of TCGA's features: a site for each institution, the table of labels, a pipeline per target."""
+    if real or tables.columns:
+        raise UsageError("--real and --column are for slides; sites of public features are simulated")
+    if tables.group_by not in (None, *GROUPINGS):
+        raise UsageError(f"unknown grouping {tables.group_by!r}; known: {', '.join(GROUPINGS)}")
+    if not tables.clinical or not tables.targets:
+        raise UsageError(f"{archive}: has features; name the clinical table with --clinical FILE, and --target COLUMN")
+    federation = survey_features(
+        archive,
+        tables.clinical,
+        tables.targets,
+        pipeline=pipeline,
+        codes=tables.codes,
+        by_institution=tables.group_by in (None, GROUPINGS[0]),
+        min_patients=tables.min_patients or MIN_PATIENTS,
+    )
+    values = {"real": False, "clinical": LABEL_TABLE}
+    command = f"import --format trident --from {archive} --labels {LABEL_TABLE}"
+    texts = {site: _render_settings({"name": site, **values}, site, command) for site in federation.sites}
+    _write_study(folder, federation.pipelines, texts, {LABEL_TABLE: federation.label_table})
+    name = tables.targets[0].partition(":")[0]
+    return {
+        "study": str(folder),
+        "layout": "tcga",
+        "pipelines": [*federation.pipelines],
+        "sites": [{"site": site, "slides": m, "patients": n} for site, (n, m) in federation.sites.items()],
+        "notes": federation.notes,
+        "next": f"wsi-fl bench {archive.resolve()} --labels {LABEL_TABLE} --hospitals site --target {name}",
+    }
 
 
 def _adapt_pipeline(name: str, text: str, contents: _ArchiveContents) -> str:
@@ -151,15 +194,16 @@ def _adapt_pipeline(name: str, text: str, contents: _ArchiveContents) -> str:
     return text + ("\n" + tomli_w.dumps({"subtypes": contents.subtypes}) if contents.subtypes else "")
 
 
-def _write_study(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str], table: str) -> None:
+def _write_study(
+    folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str], tables: Mapping[str, str]
+) -> None:
     unfinished = folder / "sites.unfinished"
     unfinished.mkdir(parents=True, exist_ok=True)
-    if table and not (folder / TABLE).exists():
-        write_text(folder / TABLE, table)
-    for name, text in sorted(pipelines.items()):
-        target = folder / "pipelines" / f"{name}.toml"
-        if not target.exists():
-            write_text(target, text)
+    texts = {folder / name: text for name, text in tables.items()}
+    texts |= {folder / "pipelines" / f"{name}.toml": text for name, text in sorted(pipelines.items())}
+    for path, text in texts.items():
+        if not path.exists():
+            write_text(path, text)
     for name, text in sites.items():
         write_text(unfinished / f"{name}.toml", text)
     unfinished.rename(folder / "sites")  # a folder with sites/ is a whole study
@@ -179,7 +223,8 @@ def _survey_archive(archive: Path, layout: str, tables: ArchiveTables, pipeline:
     """
     if tables == ArchiveTables() and lacks_table(archive, layout):
         return _survey_series(archive.resolve(), pipeline)
-    archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
+    clinical = next(iter(tables.clinical), None)
+    archive_sites = list_sites(archive, layout, group_by=tables.group_by, clinical=clinical, codes=tables.codes)
     notes = []
     if unknown := sorted(code for site in archive_sites for code in site.unknown_codes):
         notes.append(
@@ -327,7 +372,9 @@ def render_init_lines(document: _InitDocument) -> Lines:
             f"  {_PAPER} repeats the paper, from random weights; --pipeline {_START} starts from published weights "
             "and guarantees ε: a hospital should begin with it"
         )
-    if document["sites"] and document["layout"] is None:
+    if "next" in document:
+        yield TextLine(f"study ready; next: cd {document['study']} && {document['next']}")
+    elif document["sites"] and document["layout"] is None:
         yield TextLine(
             f"study ready; next: cd {document['study']} && wsi-fl import --site {document['sites'][0]['site']} …"
         )

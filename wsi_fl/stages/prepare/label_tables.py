@@ -59,7 +59,7 @@ def match_table(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagn
     """
     records, excluded, row_places = [], [], dict[str, str]()
     needed = ("slide", "patient") if site.is_receiver else ("slide", "patient", "label")
-    rows, account = _read_site_rows(table, site.name, needed)
+    rows, account, others = _read_site_rows(table, site.name, needed)
     labels = [row.get("label", "") for row in rows]
     for row in _match_patient_files(rows, files):
         require_names(row, "slide", "patient")
@@ -75,7 +75,8 @@ def match_table(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagn
             records.append(record)
         else:
             excluded.append(ExcludedSlide(slide, f"has a label ({where}) and no features"))
-    excluded += [ExcludedSlide(name, f"has no label in {table.name}") for name in files if name not in row_places]
+    missing = files.keys() - row_places.keys() - {match_slide_name(name, files) for name in others}
+    excluded += [ExcludedSlide(name, f"has no label in {table.name}") for name in files if name in missing]
     return _TableMatch(
         records, excluded, account, "" if set(row_places) & set(files) else describe_mismatch(row_places, files)
     )
@@ -96,8 +97,8 @@ def _match_patient_files(rows: Sequence[TableRow], files: Collection[str]) -> li
     return list(patient_rows.values())
 
 
-def _read_site_rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[TableRow], str]:
-    """Return the rows of the site, with our column names added, and a line on the rows of all sites."""
+def _read_site_rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[TableRow], str, list[str]]:
+    """Return the rows of the site, with our column names added, a line on the rows of all sites, and their slides."""
     rows = read_rows(table, ())
     if not rows:
         raise UsageError(f"{table}: has no rows")
@@ -114,7 +115,8 @@ def _read_site_rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list
         row.update({key: row[name] for key, name in column_names.items() if name})
     if not site_rows:
         raise UsageError(f"{table}: has no row of site {site}")
-    return site_rows, describe_account(table.name, rows, len(site_rows), site)
+    slides = [row[str(column_names["slide"])] for row in rows]
+    return site_rows, describe_account(table.name, rows, len(site_rows), site), slides
 
 
 def _build_record(row: TableRow, slide: str, site: SiteFile, labels: Sequence[str], *, diagnoses: bool) -> SlideRecord:
