@@ -35,16 +35,38 @@ def sequence(tag, *items):
     return head + whole + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0)
 
 
-def encapsulate(frames):
-    """The pixel data of packed frames, without a table of offsets."""
-    even = [b"", *(frame + b"\0" * (len(frame) % 2) for frame in frames)]
-    items = b"".join(struct.pack("<HHI", 0xFFFE, 0xE000, len(frame)) + frame for frame in even)
+def encapsulate(frames, table="none", n_fragments=1):
+    """The pixel data of packed frames, with a basic or an extended table of offsets or none, in fragments."""
+    even = [frame + b"\0" * (len(frame) % 2) for frame in frames]
+    cuts = [[len(frame) * k // n_fragments // 2 * 2 for k in range(n_fragments + 1)] for frame in even]
+    packed = [
+        b"".join(struct.pack("<HHI", 0xFFFE, 0xE000, end - start) + frame[start:end] for start, end in pairwise(at))
+        for frame, at in zip(even, cuts, strict=True)
+    ]
+    starts = [sum(map(len, packed[:k])) for k in range(len(packed))]
+    basic = struct.pack(f"<{len(starts)}I", *starts) if table == "basic" else b""
     head = struct.pack("<HH2sHI", 0x7FE0, 0x0010, b"OB", 0, 0xFFFFFFFF)
-    return head + items + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0)
+    if table == "extended":
+        tables = [(1, starts), (2, [len(frame) for frame in even])]
+        contents = [(number, struct.pack(f"<{len(values)}Q", *values)) for number, values in tables]
+        elements = [struct.pack("<HH2sHI", 0x7FE0, n, b"OV", 0, len(content)) + content for n, content in contents]
+        head = b"".join(elements) + head
+    items = [struct.pack("<HHI", 0xFFFE, 0xE000, len(basic)) + basic, *packed]
+    return head + b"".join(items) + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0)
 
 
 def write_dicom(
-    path, picture, *, mpp=0.5, series="1.2.3.2", lacking=(), part=slice(None), syntax=EXPLICIT, pack=None, **more
+    path,
+    picture,
+    *,
+    mpp=0.5,
+    series="1.2.3.2",
+    lacking=(),
+    part=slice(None),
+    syntax=EXPLICIT,
+    pack=None,
+    packing=None,
+    **more,
 ):
     """Write a picture uint8[h, w, 3] as one file of a slide, in tiles of 64 px.
 
@@ -52,6 +74,7 @@ def write_dicom(
         lacking: numbers of tiles, row by row, that are left out: the file is sparse then.
         part: tiles that the file holds of a concatenation; its attributes are among `more`.
         pack: what makes the bytes of a frame of a tile, where it is not stored as it is.
+        packing: arguments of `encapsulate`.
         more: values of attributes by their name below.
     """
     height, width = picture.shape[:2]
@@ -108,7 +131,9 @@ def write_dicom(
     if lacking:
         elements.append(sequence(0x52009230, *places))
     pixels = [tile.tobytes() if pack is None else pack(tile) for _, _, tile in tiles]
-    elements.append(element(0x7FE00010, "OB", b"".join(pixels)) if pack is None else encapsulate(pixels))
+    elements.append(
+        element(0x7FE00010, "OB", b"".join(pixels)) if pack is None else encapsulate(pixels, **(packing or {}))
+    )
     data = b"".join(elements)
     if syntax == DEFLATED:
         packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)

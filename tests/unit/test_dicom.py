@@ -51,6 +51,57 @@ def test_several_series_in_a_folder_are_named_and_each_file_is_still_a_slide(tmp
             np.testing.assert_array_equal(slide.read((0, 0), 128, MPP), meant[:128, :128])
 
 
+NATIVE = {
+    "uncompressed": {},
+    "JPEG": {
+        "syntax": "1.2.840.10008.1.2.4.50",
+        "colours": "YBR_FULL_422",
+        "pack": partial(encode_jpeg, quality=90, colorspace="RGB", colorsubsampling="422"),
+    },
+    "JPEG 2000": {
+        "syntax": "1.2.840.10008.1.2.4.90",
+        "colours": "YBR_RCT",
+        "pack": partial(imagecodecs.jpeg2k_encode, level=0, codecformat="j2k", mct=True),
+    },
+}
+
+
+@pytest.mark.parametrize("table", ["none", "basic", "extended"])
+@pytest.mark.parametrize("codec", NATIVE)
+def test_frames_are_decoded_natively_wherever_their_places_stand(tmp_path, codec, table):
+    write_pyramid(tmp_path, 3, packing={"table": table}, **NATIVE[codec])
+    with Slide(tmp_path, reader="native") as mine, Slide(tmp_path, reader="openslide") as judge:
+        assert (mine.reader, judge.reader) == ("native", "openslide")
+        for xy, mpp in (((0, 0), MPP), ((40, 30), MPP), ((200, 150), MPP), ((64, 64), 2 * MPP), ((0, 0), 4 * MPP)):
+            patches = [slide.read(xy, 64, mpp).astype(int) for slide in (mine, judge)]
+            assert np.abs(patches[0] - patches[1]).max() <= (codec == "JPEG"), (xy, mpp)
+        stream = mine.read_native_stream((64, 64), 64, MPP)
+        assert (stream is not None) == (codec == "JPEG")
+
+
+@pytest.mark.parametrize("packing", [{"n_fragments": 3}, {"n_fragments": 2, "table": "basic"}])
+def test_frames_in_fragments_and_sparse_ones_are_left_to_openslide(tmp_path, packing):
+    write_pyramid(tmp_path / "a", packing=packing, **NATIVE["JPEG"])
+    write_dicom(tmp_path / "b" / "0.dcm", PICTURE, lacking=(5,))
+    for folder in ("a", "b"):
+        with Slide(tmp_path / folder) as slide:
+            assert slide.reader == "openslide"
+
+
+@pytest.mark.parametrize("table", ["none", "basic", "extended"])
+def test_a_damaged_frame_or_table_spoils_no_other_frame(tmp_path, table):
+    path = write_dicom(tmp_path / "0.dcm", PICTURE, packing={"table": table}, **NATIVE["JPEG"])
+    content = bytearray(path.read_bytes())
+    start = content.rindex(b"\xff\xd8\xff")  # the last frame
+    content[start : start + 40] = bytes(40)
+    path.write_bytes(content)
+    refused(lambda: Slide(path).read((192, 128), 64, MPP), "0.dcm: cannot be read at level-0 pixel (192, 128)")
+    with Slide(path) as slide:
+        assert slide.read((0, 0), 64, MPP).std() > 20
+    path.write_bytes(content[: start - 100])
+    refused(lambda: Slide(path).read((192, 128), 64, MPP), "0.dcm")
+
+
 OTHER = 255 - PICTURE
 PYRAMIDS = {
     "by their UID": (halves(PICTURE)[1], {"pyramid": "1.2.9.2"}),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from wsi_fl.slides.reading.native_tiles import Box, NativeLevel, TiledImage, read_tiled_images
 from wsi_fl.types import WsiFlError
 
-_VENDORS = {"aperio", "generic-tiff", "philips"}
+_VENDORS = {"aperio", "dicom", "generic-tiff", "philips"}
 """Vendors with tiles side by side; those of others overlap or belong to several scans."""
 _WINDOW_PX = 128
 _MAX_DIFFERENCE, _MAX_MEAN_DIFFERENCE = 2, 0.1
@@ -44,7 +44,7 @@ class TrustedLevels:
         self._images = [_find_image(images, k, size, properties) for k, size in enumerate(level_sizes_px)]
         self._levels: dict[int, NativeLevel | None] = {}
         self._lock = threading.Lock()
-        self._file = path.open("rb", buffering=0)
+        self._files = {image.path: image.path.open("rb", buffering=0) for image in filter(None, self._images)}
         try:
             self.find_level(0)
         except WsiFlError:
@@ -60,8 +60,9 @@ class TrustedLevels:
         return self._levels[number]
 
     def close(self) -> None:
-        """Close the file and empty the caches of decoded tiles, which references to the slide would keep alive."""
-        self._file.close()
+        """Close the files and empty the caches of decoded tiles, which references to the slide would keep alive."""
+        for file in self._files.values():
+            file.close()
         for level in self._levels.values():
             if level is not None:
                 level.clear_cache()
@@ -71,7 +72,7 @@ class TrustedLevels:
         if image is None:
             reason: str | None = "it is not made of one layer of colour tiles with a codec that is decoded here"
         else:
-            level = NativeLevel(self._file.fileno(), image, self._background)
+            level = NativeLevel(self._files[image.path].fileno(), image, self._background)
             reason = _describe_difference(level, lambda box: self._reference(number, box))
             if reason is None:
                 return level

@@ -19,7 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.tile_codecs import TileCodec, find_codec
+from wsi_fl.slides.reading.formats.dicom_frames import locate_frames
+from wsi_fl.slides.reading.formats.dicom_headers import is_dicom, list_volumes
+from wsi_fl.slides.reading.tile_codecs import TileCodec, find_codec, find_dicom_codec
 from wsi_fl.system import jpeg
 from wsi_fl.types import WsiFlError
 
@@ -39,8 +41,9 @@ logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
 @dataclass(frozen=True)
 class TiledImage:
-    """One directory of a TIFF. Tiles are numbered row by row."""
+    """One directory of a TIFF, or one DICOM file. Tiles are numbered row by row."""
 
+    path: Path
     size_px: tuple[int, int]
     """(width, height) of the picture; tiles of the last column and row may reach beyond it."""
     tile_px: tuple[int, int]
@@ -61,18 +64,39 @@ class TiledImage:
 
 
 def read_tiled_images(path: Path) -> list[TiledImage]:
-    """Return the directories with tiles that `tile_codecs` decodes, in the file's order; [] for other files.
+    """Return the directories of a TIFF, or the files of a DICOM slide, with tiles that `tile_codecs` decodes.
 
-    Labels, macros and thumbnails in strips are left out, and so are directories that cannot be parsed.
+    Labels, macros and thumbnails in strips are left out, and so is what cannot be parsed. In DICOM, so are sparse tiles
+    and concatenations.
     """
+    images = _read_dicom_images(path) if is_dicom(path) else _read_directories(path)
+    return [image for image in images if len(image.offset) == image.n_columns * image.n_rows]
+
+
+def _read_dicom_images(path: Path) -> list[TiledImage]:
+    images = []
+    for header in list_volumes(path):
+        width, height = header.tile_width, header.tile_height
+        codec = find_dicom_codec(header.syntax, header.colours)
+        if codec is None or header.concatenation or header.organization == "TILED_SPARSE" or not width * height:
+            continue
+        is_packed = codec.is_jpeg or codec.is_jpeg2000
+        places = locate_frames(header.path, header.frames, width * height * 3, is_packed=is_packed)
+        if places is not None:
+            images.append(TiledImage(header.path, (header.width, header.height), (width, height), *places, codec))
+    return images
+
+
+def _read_directories(path: Path) -> list[TiledImage]:
     from tifffile import TiffFile
 
     from wsi_fl.slides.reading.formats.tiff_pages import list_pages
 
     try:
         with TiffFile(path) as tif:
-            images = [
+            return [
                 TiledImage(
+                    path,
                     (page.imagewidth, page.imagelength),
                     (page.tilewidth, page.tilelength),
                     np.asarray(page.dataoffsets, np.int64),
@@ -84,7 +108,6 @@ def read_tiled_images(path: Path) -> list[TiledImage]:
             ]
     except Exception:  # a damaged or foreign file: OpenSlide judges it
         return []
-    return [image for image in images if len(image.offset) == image.n_columns * image.n_rows]
 
 
 class NativeLevel:

@@ -1,4 +1,4 @@
-"""Decoders of the tiles of a TIFF by the number of their compression; another codec is a row of a table."""
+"""Decoders of the tiles of a slide by TIFF's number of their compression; another codec is a row of a table."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ _RGB, _YCBCR = 2, 6
 """Numbers of the tag PhotometricInterpretation."""
 _JPEG, _JPEG2000_YCBCR, _JPEG2000_RGB = 7, 33003, 33005
 _NO_CODEC = 1
+_DICOM_CODECS = {
+    "1.2.840.10008.1.2.1": _NO_CODEC,
+    "1.2.840.10008.1.2.4.50": _JPEG,
+    "1.2.840.10008.1.2.4.90": _JPEG2000_RGB,
+    "1.2.840.10008.1.2.4.91": _JPEG2000_RGB,
+}
+"""TIFF's number of the codec by DICOM's transfer syntax; JPEG 2000 itself transforms colours, if they are."""
 _BYTE_DECODERS = {
     5: "lzw_decode",
     8: "deflate_decode",
@@ -56,6 +63,10 @@ class TileCodec:
     def is_jpeg(self) -> bool:
         return self.compression == _JPEG
 
+    @property
+    def is_jpeg2000(self) -> bool:
+        return self.compression in (_JPEG2000_YCBCR, _JPEG2000_RGB)
+
     def complete_jpeg(self, stream: jpeg.Stream) -> jpeg.Stream:
         """Return a self-contained JPEG stream from that of a tile."""
         return jpeg.complete_stream(stream, self.jpeg_tables, rgb=self.is_rgb)
@@ -69,7 +80,7 @@ class TileCodec:
         if self.is_jpeg:
             return jpeg.decode(self.complete_jpeg(stream), out)
         try:
-            if self.compression in _PICTURE_CODECS:
+            if self.is_jpeg2000:
                 self._decode_jpeg2000(stream, out)
             else:
                 self._decode_bytes(stream, out)
@@ -130,3 +141,9 @@ def find_codec(page: TiffPage) -> TileCodec | None:
     return TileCodec(
         int(page.compression), page.photometric == _RGB, page.jpegtables or b"", page.predictor == _DIFFERENCES
     )
+
+
+def find_dicom_codec(syntax: str, colors: str) -> TileCodec | None:
+    """Return the codec of a DICOM file's frames, given transfer syntax and photometric interpretation, or None."""
+    number = _DICOM_CODECS.get(syntax)
+    return None if number is None else TileCodec(number, is_rgb=colors == "RGB")

@@ -205,11 +205,7 @@ def require_one_slide(path: Path) -> None:
         WsiFlError: for an unsupported codec, several optical paths, focal planes or pyramids, or other pixels than
             8-bit colours.
     """
-    header = read_header(path)
-    if header is None:
-        return
-    series = [member for member in _read_headers(_list_files(path.parent)) if member.series == header.series]
-    volumes = [member for member in series if member.kind == "VOLUME"]
+    volumes = list_volumes(path)
     for volume in volumes:
         _require_readable(volume)
         if missing := _find_missing_part([part for part in volumes if part.concatenation == volume.concatenation]):
@@ -225,6 +221,15 @@ def require_one_slide(path: Path) -> None:
             f"{path.name}: its series holds several pyramids: {names} are no levels of one slide; put the files of "
             "each pyramid into a folder of its own"
         )
+
+
+def list_volumes(path: Path) -> list[_Header]:
+    """Return the headers of all files with pixels of the slide to which a DICOM file belongs; [] for other files."""
+    header = read_header(path)
+    if header is None:
+        return []
+    headers = _read_headers(_list_files(path.parent))
+    return [member for member in headers if member.series == header.series and member.kind == "VOLUME"]
 
 
 def _find_missing_part(parts: Sequence[_Header]) -> str:
