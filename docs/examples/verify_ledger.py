@@ -21,15 +21,22 @@ ORDERS = [*(1 + k / 10 for k in range(1, 100)), *range(12, 64)]
 NULLABLE = ("mechanism", "delta", "unit", "released", "relayed")
 
 
+def parse_object(pairs):
+    return dict(pairs) if len(dict(pairs)) == len(pairs) else {"a key": "twice"}
+
+
 def parse(text, prev):
-    k = {key: value for key, value in json.loads(text).items() if value is not None or key not in NULLABLE}
+    document = json.loads(text, object_pairs_hook=parse_object)
+    k = {key: value for key, value in document.items() if value is not None or key not in NULLABLE}
     m = k.get("mechanism", {"sigma": 1, "clip": 1, "sample_rate": 1, "steps": 1})
     good = [type(value) in TYPES.get(key, (type(value),)) for key, value in [*k.items(), *m.items()]]
-    good += [k.get("version", 1) == 1, k["prev"] == prev, "site" in k, 1 <= len(k["run"]) <= 300, k["round"] >= 0]
-    good += [k.get("unit", "row") in ("row", "patient", "site"), 0 < k.get("delta", 0.5) < 1]
+    good += [k.get("version", 1) == 1, k.get("prev") == prev, "site" in k, 1 <= len(k.get("run", "")) <= 300]
+    good += [k.get("round", -1) >= 0, k.get("unit", "row") in ("row", "patient", "site"), 0 < k.get("delta", 0.5) < 1]
     good += [k.get("guarantee", "none") in ("guaranteed", "shared", "nominal", "none"), 0 <= m["steps"] <= 1e12]
     good += [m["sigma"] == 0 or 1e-9 <= m["sigma"] <= 1e9, 0 < m["clip"] < inf, 0 < m["sample_rate"] <= 1]
-    if not all([*good, "mechanism" not in k or {"delta", "unit"} <= k.keys()]):
+    is_departure = k.get("sending") or k.get("relayed")
+    good += ["mechanism" not in k or ({"delta", "unit"} <= k.keys() and not is_departure)]
+    if not all(good):
         raise ValueError("a line breaks the format or the chain")
     return k
 

@@ -243,7 +243,7 @@ def _is_whole(line: bytes) -> bool:
 
 def _parse_entry(line: bytes, place: str) -> LedgerEntry:
     try:
-        document = json.loads(line)
+        document = json.loads(line, object_pairs_hook=_require_single_keys)
     except (ValueError, RecursionError):
         raise WsiFlError(f"{place} is damaged") from None
     try:
@@ -254,7 +254,21 @@ def _parse_entry(line: bytes, place: str) -> LedgerEntry:
         raise WsiFlError(f"{place} is no entry of a ledger: {field}: {first['msg']}") from None
     if entry.mechanism and (entry.unit is None or entry.delta is None):
         raise WsiFlError(f"{place} is no entry of a ledger: it has a mechanism, but no delta or unit")
+    if entry.mechanism and (entry.sending or entry.relayed):
+        raise WsiFlError(f"{place} is no entry of a ledger: it has a mechanism, which no round would be charged with")
     return entry
+
+
+def _require_single_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON.
+
+    Raises:
+        ValueError: for a key that stands twice, of which readers might take either.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key stands twice")
+    return values
 
 
 def _read_head(path: Path) -> _LedgerHead:
