@@ -177,6 +177,32 @@ def test_a_table_at_the_top_of_a_download_names_sites_and_diagnoses(download, tm
     assert not (tmp_path / "study" / "slides.csv").exists()
 
 
+def test_deleted_slides_and_snapshots_of_a_network_disk_are_no_slides_and_links_are_followed(tmp_path):
+    root = tmp_path / "idc"
+    write_series(root, "coll", "P1", "A1", 1)
+    write_series(root / "#recycle", "coll", "P9", "A9", 9)
+    write_series(root / "coll" / "#snapshot" / "monday", "coll", "P1", "A1", 1)
+    write_series(tmp_path / "other disk", "more", "P2", "A2", 2)
+    (root / "more").symlink_to(tmp_path / "other disk" / "more")
+    init_study(tmp_path / "study", archive=root)
+    lines = (tmp_path / "study" / "slides.csv").read_text().splitlines()
+    assert sorted(line.split(",")[:3] for line in lines[1:]) == [["A1", "P1", "coll"], ["A2", "P2", "more"]]
+
+
+def test_a_row_with_a_series_is_that_series_whatever_other_patients_glass_slides_are_called(tmp_path):
+    root = tmp_path / "idc"
+    for n, patient in ((1, "P1"), (2, "P2")):
+        write_series(root, "coll", patient, "A1", n)
+    init_study(tmp_path / "study", archive=root)
+    table = tmp_path / "study" / "slides.csv"
+    rows = [line.split(",") for line in table.read_text().splitlines()[1:]]
+    assert sorted((row[1], row[4][-1]) for row in rows) == [("P1", "1"), ("P2", "2")]
+    header, *_ = table.read_text().splitlines()
+    table.write_text("\n".join([header, *(f"A1-{row[1]},{row[1]},coll,tumor,{row[4]}" for row in rows)]) + "\n")
+    records, excluded, _ = list_slides(tmp_path / "study")
+    assert not excluded and sorted(name[-1] for name in records.values()) == ["1", "2"]
+
+
 def test_a_folder_within_a_collection_is_a_site(tmp_path):
     write_series(tmp_path / "idc", "c", "P1", "G1", 40)
     document = init_study(tmp_path / "study", archive=tmp_path / "idc" / "c" / "P1")

@@ -271,10 +271,10 @@ def test_seeds_with_other_settings_of_a_site_file_are_not_averaged(study_copy):
         snapshot.write_text(f"{snapshot.read_text()}{line}\n")
     rows = compare_methods(study_copy, ["1-6"], baseline=False)["rows"]
     assert {row["label"]: row["seeds"] for row in rows if row["seeds"]} == {
-        "ProxyFL with DP, S1.batch_size=9": [0],
-        "ProxyFL with DP, S1.batch_size=default": [1, 2],
-        "FedAvg with DP, S1.batch_size=default": [0, 1, 2],  # private_model has no effect on it
-        "Regular without DP, S1.batch_size=default": [0, 1, 2],
+        "ProxyFL with DP, sites.S1.batch_size=9": [0],
+        "ProxyFL with DP, sites.S1.batch_size=default": [1, 2],
+        "FedAvg with DP, sites.S1.batch_size=default": [0, 1, 2],  # private_model has no effect on it
+        "Regular without DP, sites.S1.batch_size=default": [0, 1, 2],
     }
 
 

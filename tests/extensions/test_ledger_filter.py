@@ -162,7 +162,7 @@ def test_a_retry_sends_the_same_bytes_or_is_charged_again(account):
     first, _ = pass_filter(account, BASE, trained())
     again, _ = pass_filter(account, BASE, trained(-3.0))
     assert first.data["w"].tolist() == again.data["w"].tolist() and len(charges(account)) == 1
-    account.with_suffix(".last").unlink()
+    account.with_name("C1.jsonl.last").unlink()
     anew, _ = pass_filter(account, BASE, trained())
     assert first.data["w"].tolist() != anew.data["w"].tolist() and len(charges(account)) == 2
     assert anew.meta["wsi_fl_privacy"]["epsilon"] == pytest.approx(get_epsilon_gaussian(4 / np.sqrt(2), 1e-5))
@@ -227,6 +227,10 @@ def test_patients_are_clipped_each_and_summed_where_the_job_gives_a_row_for_each
     answer, _ = pass_filter(account, {"w": BASE["w"]}, {"w": rows}, **given)
     assert answer.data["w"].sum() == pytest.approx((2.0 + 0.5) / 400, rel=1e-6) and answer.data["w"].shape == (2, 3)
     blocked(account, "does not keep it", 'privacy_unit = "patient"', task="t2")
+    nobody = {"w": np.zeros((0, 2, 3))}  # as of a draw of patients that took none
+    answer, _ = pass_filter(account, {"w": BASE["w"]}, nobody, task="t3", **given)
+    assert answer.data["w"].shape == (2, 3) and not answer.data["w"].any()  # but for noise, which is off here
+    assert len(charges(account)) == 2
     change(account, 'unit = "patient"', 'unit = "site"')
     blocked(account, "does not keep it", base={"w": BASE["w"]}, result={"w": rows}, task="t2", **given)
     blocked(account, "counts ε per patient, this run per site", task="t2")
@@ -253,6 +257,29 @@ def test_a_result_that_does_not_fit_its_task_is_refused(account, result, words):
     blocked(account, words, result=result)
 
 
+@pytest.mark.parametrize("result", [{"w": [[1.0]], "b": object()}, {"w": np.zeros((2, 3)), "b": [[1], [2, 3]]}])
+def test_any_object_of_a_job_ends_in_one_line(account, result):
+    blocked(account, "", result=result)
+
+
+def test_beside_a_release_without_noise_no_budget_is_kept_and_nothing_is_charged(account):
+    pass_filter(account, BASE, trained())
+    path = account.with_suffix(".jsonl")
+    ledger = LedgerFile(path, [])
+    with ledger.hold_lock():
+        ledger.append({"run": "study", "site": "C1", "round": 1, "released": f"model {'0' * 64}", "real": True})
+    for head in (account.with_suffix(".head.json"), *account.parent.rglob("state/**/*.json")):
+        head.unlink(missing_ok=True)
+    blocked(account, "no ε holds for what", task="t2")
+
+
+def test_any_name_of_a_ledger_is_safe(account):
+    change(account, "C1.jsonl", "C1.last")
+    for task in ("t1", "t2"):
+        pass_filter(account, BASE, trained(), task=task)
+    assert len(LedgerFile(account.with_name("C1.last")).entries) == 4
+
+
 def test_only_models_pass(account):
     blocked(account, "this result is METRICS", result={"accuracy": 0.7}, kind=DataKind.METRICS)
     ledger_filter = LedgerFilter(str(account))
@@ -277,8 +304,11 @@ def test_a_failed_task_leaves_as_its_code_alone(account):
     ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, FilterChainType.TASK_RESULT_CHAIN)
     reply = make_reply("EXECUTION_EXCEPTION", {"said": "patient 17"})
     reply["more"] = "patient 17"
-    answer = ledger_filter.process(reply, make_context(ledger_filter, "job-a", "t2"))
-    assert answer.get_return_code() == "EXECUTION_EXCEPTION" and "patient 17" not in str(answer)
+    for code in ("EXECUTION_EXCEPTION", "patient 17", {"weights": [1.5]}):
+        reply.set_return_code(code)
+        answer = ledger_filter.process(reply, make_context(ledger_filter, "job-a", "t2"))
+        assert answer.get_return_code() == "EXECUTION_EXCEPTION"
+        assert "patient 17" not in str(answer) and "1.5" not in str(answer)
 
 
 def test_events_of_a_job_do_not_leave(account):
@@ -297,6 +327,7 @@ def test_events_of_a_job_do_not_leave(account):
         ("n = 400", "n = 200000", "delta = 1e-05 would allow publishing one of 200000 patients"),
         ("sigma = 4.0", "", "write one of sigma and target_epsilon"),
         ("sigma = 4.0", "target_epsilon = 1.0", "write rounds"),
+        ("sigma = 4.0", "target_epsilon = 4.0\nrounds = 3", "target_epsilon exceeds max_epsilon"),
         ("sigma = 4.0", "sigma = 0.5", "sigma is so small that a single release exceeds max_epsilon"),
         ("clip = 2.0", "clips = 2.0", "unknown key 'clips'; did you mean 'clip'?"),
         ('unit = "site"', 'unit = "row"', "unit"),

@@ -93,7 +93,7 @@ def test_a_site_file_sets_its_batch_size_and_so_its_epsilon(study):
     file.write_text(f'{began}batch_size = 9\nprivate_model = "cnn1"\n')
     assert find() is not None, "the models of this method are alike at all sites"
     other = replace(finished, method="proxyfl", site_files={"S2": SiteFile(name="S2", private_model="cnn1")})
-    assert other.site_settings == {"S2.batch_size": None, "S2.private_model": "cnn1"}
+    assert other.site_settings == {"sites.S2.batch_size": None, "sites.S2.private_model": "cnn1"}
     (study.root / summary["run"] / "summary.json").unlink()
     resumed = resume_run(study, summary["run"], backend="local")  # as the run began
     assert [row["batch_size"] for row in resumed["sites"]] == [8, 8, 9]

@@ -1,6 +1,7 @@
 """Tiles of every codec that is decoded natively have OpenSlide's pixels, and damage stays local."""
 
 import io
+import struct
 
 import numpy as np
 import pytest
@@ -91,6 +92,30 @@ def encode_tile(tile, options):
 def test_an_uncompressed_tile_that_is_short_is_refused():
     with pytest.raises(WsiFlError, match="unusable tile"):
         TileCodec(1, True).decode_tile(bytes(100), np.empty((64, 64, 3), np.uint8))
+
+
+@pytest.mark.parametrize("kind", ["lzw", "deflate", "packbits", "zstd"])
+def test_bytes_beyond_those_of_a_tile_count_for_nothing(kind):
+    number, options = CODECS[kind]
+    longer = np.ascontiguousarray(IMAGE[:80, :64])
+    decoded = TileCodec(number, True).decode_tile(encode_tile(longer, options), np.empty((64, 64, 3), np.uint8))
+    assert np.array_equal(decoded, longer[:64])
+
+
+@pytest.mark.parametrize(("tag", "value"), [("FillOrder", 2), ("Orientation", 2)])
+def test_tiles_in_another_order_are_left_to_openslide(tmp_path, tag, value):
+    """A slide whose compared tiles are white, where the order makes no difference."""
+    picture = IMAGE.copy()
+    picture[:64, :64] = picture[-128:, -128:] = picture[256:384, 320:448] = 255
+    path = write_slide(tmp_path / "s.tif", "none", (picture,), extratags=[(274, 3, 1, value, True)])
+    if tag == "FillOrder":  # which tifffile does not write
+        old, new = (struct.pack("<HHI", code, 3, 1) for code in (274, 266))
+        path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with tifffile.TiffFile(path) as file:
+        assert file.pages[0].tags[tag].value == value
+    with Slide(path) as slide, Slide(path, reader="openslide") as judge:
+        assert slide.reader == "openslide"
+        assert np.array_equal(slide.read((64, 64), 200, MPP), judge.read((64, 64), 200, MPP))
 
 
 @pytest.mark.parametrize("kind", ["deflate", "zstd", "JPEG 2000 in RGB"])

@@ -25,6 +25,7 @@ from wsi_fl.privacy.guarantee import BudgetSpent, PrivacyTerms, describe_detecti
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.system.files import write_bytes
+from wsi_fl.types import WsiFlError
 
 UpdateUnit = Literal["site", "patient"]
 """The privacy unit of updates: all of a site's update, or the part of one patient."""
@@ -147,6 +148,11 @@ class UpdateAccount:
         if (stored := self._find_copy(ledger, task)) is not None:
             number, values = stored
             return self._describe_price(ledger, ledger.release_again(number, values, schema=_CONTENT), is_repeat=True)
+        if ledger.guarantee(lifetime=True) == "none":
+            raise WsiFlError(
+                f"site {self.terms.site}: no ε holds for what {self.terms.ledger} records already, such as a release "
+                "without noise; with it no budget can be kept"
+            )
         if rounds is not None and ledger.last_final_round() >= rounds:
             raise BudgetSpent(f"site {self.terms.site}: job {job} has had its {rounds} rounds")
         mechanism, values = self.terms.release_mechanism, privatize_update(rows, self.terms)
@@ -157,7 +163,7 @@ class UpdateAccount:
 
     @property
     def _copy_path(self) -> Path:
-        return self.terms.ledger.with_suffix(".last")
+        return self.terms.ledger.with_name(f"{self.terms.ledger.name}.last")
 
     def _find_copy(self, ledger: PrivacyLedger, task: str) -> tuple[int, NDArray[np.float32]] | None:
         """Return the number and bytes of the job's last release, if it is this task's and they are still stored."""

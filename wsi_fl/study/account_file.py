@@ -52,6 +52,8 @@ class AccountFile(Section):
         if self.target_epsilon is not None and self.rounds is None:
             raise ValueError("target_epsilon is that of a job of so many rounds; write rounds")
         single = [] if self.sigma is None else [Mechanism(self.sigma, self.clip, 1.0, 1)]
+        if self.target_epsilon is not None and self.target_epsilon > self.max_epsilon:
+            raise ValueError("target_epsilon exceeds max_epsilon")
         if epsilon(single, self.delta) > self.max_epsilon:
             raise ValueError("sigma is so small that a single release exceeds max_epsilon; write a larger one")
         return self

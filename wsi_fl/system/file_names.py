@@ -112,8 +112,9 @@ def glob_paths(pattern: str) -> Iterator[Path]:
     for spelling in dict.fromkeys((pattern, compose_text(pattern), normalize("NFD", pattern))):
         names = glob.glob(spelling, recursive=True)  # noqa: PTH207 patterns may be absolute
         fixed_parts = takewhile(lambda part: not glob.has_magic(part), Path(spelling).parent.parts)
-        root = Path(*fixed_parts)
-        yield from (path for path in map(Path, names) if not is_companion(path, root))
+        n_fixed = len(list(fixed_parts))
+        paths = (path for path in map(Path, names) if not is_companion(path))
+        yield from (path for path in paths if _COMPANIONS.isdisjoint(map(str.lower, path.parts[n_fixed:-1])))
         if names:
             return
 

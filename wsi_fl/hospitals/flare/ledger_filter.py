@@ -34,6 +34,7 @@ METRICS_KEY = "wsi_fl_privacy"
 _BASE_KEY = "wsi_fl_base"
 _ROUND_HEADERS = (AppConstants.CURRENT_ROUND, AppConstants.START_ROUND, AppConstants.NUM_ROUNDS)
 _FLOAT, _NUMBER = "f", "fiub"  # kinds of numpy's types
+_RETURN_CODES = [code for name, code in vars(ReturnCode).items() if name.isupper()]
 
 Tensors = Mapping[str, Any]
 """Tensors of a model by name, of numpy or PyTorch."""
@@ -72,7 +73,7 @@ def flatten_update(
         rows = value if per_patient else value[None]
         if rows.shape[1:] != start.shape or rows.ndim == start.ndim:
             raise WsiFlError(f"{name} has the shape {value.shape} in the result and {start.shape} in the task")
-        columns.append((rows if is_difference else rows - start).reshape(len(rows), -1))
+        columns.append((rows if is_difference else rows - start).reshape(len(rows), start.size))
     if not columns or len({len(rows) for rows in columns}) != 1:
         raise WsiFlError("the task has no floating-point tensors, or they have different numbers of patients")
     return np.concatenate(columns, axis=1)
@@ -144,11 +145,12 @@ class LedgerFilter(Filter):  # type: ignore[misc]
                     raise WsiFlError("privacy.json lacks this filter among its components; name it there too")
                 fl_ctx.set_prop(_BASE_KEY, _copy_base(shareable), private=True, sticky=False)
                 return shareable
-            if (code := shareable.get_return_code()) != ReturnCode.OK:
-                return make_reply(code)
+            if (code := shareable.get_return_code()) != ReturnCode.OK:  # which an executor may set to anything
+                return make_reply(code if code in _RETURN_CODES else ReturnCode.EXECUTION_EXCEPTION)
             return self._release_result(shareable, fl_ctx)
-        except WsiFlError as error:
-            text = f"nothing leaves this site: {single_line(error)}"
+        except Exception as error:  # a job's own objects may raise anything
+            kind = "" if isinstance(error, WsiFlError) else f"unusable by the filter ({type(error).__name__}): "
+            text = f"nothing leaves this site: {kind}{single_line(error)}"
             self.log_error(fl_ctx, text)
             raise ContentBlockedException(text) from None
 

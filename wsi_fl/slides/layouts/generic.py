@@ -53,6 +53,8 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[ExcludedSlid
             return ExcludedSlide(row["slide"], f"has no label ({row.where})")
         name = file_name_of(row["slide"])
         matches = by_name.get(row["slide"]) or by_name.get(name) or by_stem.get(name)
+        if series := row.read_value("series"):
+            matches = by_name.get(f"SM_{series}", matches)
         if matches is None:  # a suffix in another case, ".SVS"
             matches = [
                 path for path in by_stem.get(Path(name).stem, ()) if path.suffix.lower() == Path(name).suffix.lower()

@@ -16,6 +16,7 @@ from pathlib import Path
 from wsi_fl.slides.layouts.common import ArchiveSite, group_pairs, group_sites, name_series
 from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.slides.reading.formats.dicom_headers import SERIES_FOLDER, read_volume
+from wsi_fl.system.file_names import glob_paths
 from wsi_fl.types import UsageError
 
 TABLE = "slides.csv"
@@ -49,7 +50,8 @@ def describe_series(archive: Path) -> tuple[list[ArchiveSite], str, list[str]]:
         by_name = group_pairs((slide_name(path), path) for path in paths)
         for path, slide in name_series(by_name).items():
             if header := headers[path]:
-                writer.writerow((slide, header.patient, collection.name, "", header.series))
+                patient = header.patient or path.parents[1].name
+                writer.writerow((slide, patient, collection.name, "", header.series))
                 site_patterns.append((collection.name, f"{glob.escape(str(collection))}/**/SM_*"))
         notes += [
             f"{collection.name}: {len(series)} series of glass slide {name} are named by their folders"
@@ -73,6 +75,6 @@ def _find_collection(series: Path, archive: Path) -> Path:
 
 def _iterate_series(archive: Path) -> Iterator[tuple[Path, str]]:
     """Yield (folder, modality) of the DICOM series in an archive."""
-    for path in archive.rglob("*_*"):
+    for path in glob_paths(f"{glob.escape(str(archive))}/**/*_*"):
         if (match := _MODALITY_FOLDER.fullmatch(path.name)) and path.is_dir():
             yield path, match[1]

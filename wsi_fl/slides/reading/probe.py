@@ -196,8 +196,9 @@ def _find_false_size(path: Path, *, is_native: bool) -> str:
     n_bytes = path.stat().st_size
     try:
         with TiffFile(path) as tif:
-            pages = [page for page in list_pages(tif) if not (is_native and find_codec(page))]
-            max_bytes = max((int(max(page.databytecounts, default=0)) for page in pages), default=0)
+            pages = list_pages(tif)
+            judged = [page for page in pages if not (is_native and find_codec(page))]
+            max_bytes = max((int(max(page.databytecounts, default=0)) for page in judged), default=0)
             tile_px = max((page.tilewidth * page.tilelength for page in pages if page.is_tiled), default=0)
     except MemoryError:
         raise

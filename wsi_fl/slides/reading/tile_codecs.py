@@ -35,9 +35,10 @@ _BYTE_DECODERS = {
 """Functions of imagecodecs that write the bytes of a tile into memory of its size."""
 _PICTURE_CODECS = (_JPEG, _JPEG2000_YCBCR, _JPEG2000_RGB)
 _NO_PREDICTOR, _DIFFERENCES = 1, 2
-_CODESTREAM_START, _SIZES = b"\xff\x4f\xff\x51", slice(8, 40)
-"""Markers at the start of a JPEG 2000 codestream (ISO/IEC 15444-1, A.5.1), and the place of sizes and offsets of the
-picture and of its tiles: eight numbers of four bytes."""
+_EXCESS = 4
+_CODESTREAM_START, _SIZES, _CHROMA_STEPS = b"\xff\x4f\xff\x51", slice(8, 40), slice(46, 48)
+"""Markers at the start of a JPEG 2000 codestream (ISO/IEC 15444-1, A.5.1), and the places of sizes and offsets of the
+picture and of its tiles, eight numbers of four bytes, and of the steps between samples of its second component."""
 _CHROMA = np.arange(256) - 128
 _RED_OF_CR, _BLUE_OF_CB, _GREEN_OF_CB, _GREEN_OF_CR = (
     np.round(factor * 65536 * _CHROMA).astype(np.int32) for factor in (1.402, 1.772, -0.34414, -0.71414)
@@ -95,7 +96,12 @@ class TileCodec:
         if self.compression == _NO_CODEC:
             target[:] = np.frombuffer(stream, np.uint8, target.size)
         else:
-            decoded = getattr(imagecodecs, _BYTE_DECODERS[self.compression])(stream, out=target)
+            decode_bytes = getattr(imagecodecs, _BYTE_DECODERS[self.compression])
+            try:
+                decoded = decode_bytes(stream, out=target)
+            except RuntimeError:  # perhaps more bytes than the tile's, which count for nothing
+                decoded = decode_bytes(stream, out=np.empty(_EXCESS * target.size, np.uint8))[: target.size]
+                target[: len(decoded)] = np.frombuffer(decoded, np.uint8)
             if len(decoded) < target.size:
                 raise ValueError(f"{len(decoded)} of {target.size} bytes")
         if self.has_differences:
@@ -110,7 +116,8 @@ class TileCodec:
         if stream[:4] != _CODESTREAM_START or not is_one_tile:  # before memory is taken for it
             raise ValueError(f"no JPEG 2000 picture of {width} × {height} pixels in one tile")
         imagecodecs.jpeg2k_decode(bytes(stream), out=out)
-        if self.compression == _JPEG2000_YCBCR:
+        is_subsampled = bytes(stream[_CHROMA_STEPS]) != b"\1\1"  # OpenJPEG converts such colours itself
+        if self.compression == _JPEG2000_YCBCR and not is_subsampled:
             _convert_ycbcr(out)
 
 
@@ -122,11 +129,18 @@ def _convert_ycbcr(pixels: NDArray[np.uint8]) -> None:
         pixels[..., k] = np.clip(y + ((addend + _HALF) >> 16), 0, 255)
 
 
+def _read_orientation(page: TiffPage) -> int:
+    tag = page.tags.get("Orientation")
+    return 1 if tag is None else int(tag.value)
+
+
 def find_codec(page: TiffPage) -> TileCodec | None:
     """Return the codec of a directory's tiles; None without tiles of 8-bit colours that are decoded here."""
     photometrics = {_RGB, _YCBCR} if page.compression in _PICTURE_CODECS else {_RGB}
+    is_in_order = page.compression == _JPEG or (page.fillorder == 1 and _read_orientation(page) == 1)
     is_tiled_picture = (
         page.is_tiled
+        and is_in_order
         and min(page.imagewidth, page.imagelength, page.tilewidth, page.tilelength) > 0
         and page.compression in {_NO_CODEC, *_BYTE_DECODERS, *_PICTURE_CODECS}
         and page.photometric in photometrics

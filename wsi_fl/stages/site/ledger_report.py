@@ -39,7 +39,8 @@ class LedgerSpending(TypedDict):
         lines, sha256: its length, and the SHA-256 of the file.
         runs: those that count; of a real hospital without simulations of another unit.
         heads: files that were compared with it.
-        unit, delta: of all lines; null without spending, or where units differ. δ is the smallest.
+        unit, delta: of all lines; null without spending, or where units differ. δ is the smallest, and no larger than
+            the account's.
         epsilon: ε of all lines together; null where none holds.
         max_epsilon: the budget, where the account file is given.
     """
@@ -62,10 +63,13 @@ def summarize_ledger(path: Path, heads: Sequence[Path] = ()) -> LedgerSpending:
     Args:
         path: a ledger, or an account file (.toml) that names one with its heads and budget.
     """
-    limit = None
+    limit = account_delta = None
     if path.suffix == ".toml":
         terms = load_account(path)
-        path, limit, heads = terms.ledger, terms.max_epsilon, [*heads, *(k for k in terms.heads if k.exists())]
+        path, limit, account_delta = terms.ledger, terms.max_epsilon, terms.delta
+        heads = [*heads, *(head for head in terms.heads if head.exists())]
+        if not (path.exists() or heads):
+            raise UsageError(f"{path}: not there yet; nothing was released under this account")
     if missing := [file for file in (path, *heads) if not file.is_file()]:
         raise UsageError(f"{missing[0]}: no such file; give a ledger (.jsonl) or an account file (.toml)")
     entries = LedgerFile(path, heads).entries
@@ -75,6 +79,7 @@ def summarize_ledger(path: Path, heads: Sequence[Path] = ()) -> LedgerSpending:
         entries = lifetime_entries(entries, str(real_units.pop()))
     history = RoundHistory(entries)
     delta = min((entry.delta for entry in entries if entry.mechanism and entry.delta), default=None)
+    delta = delta and min(delta, account_delta or delta)
     value = None if delta is None else history.compute_epsilon(delta)
     if limit is not None and delta is not None and (inf if value is None else value) > limit:
         raise WsiFlError(f"{path}: holds more than the budget of ε = {limit:g}: {value or 'no ε'} at δ = {delta:g}")
@@ -87,7 +92,7 @@ def summarize_ledger(path: Path, heads: Sequence[Path] = ()) -> LedgerSpending:
         "unit": next(iter(history.units)) if len(history.units) == 1 else None,
         "delta": delta,
         "epsilon": value,
-        "guarantee": history.weakest_guarantee() if entries else "none",
+        "guarantee": "none" if value is None else history.weakest_guarantee(),
         "max_epsilon": limit,
         "runs": [_summarize_run([e for e in entries if (e.site, e.run_id) == key], delta) for key in runs],
     }

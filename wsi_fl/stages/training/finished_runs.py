@@ -123,13 +123,13 @@ def effective_settings(method: str, pipeline: Pipeline) -> dict[str, object]:
 
 
 def effective_site_settings(method: str, pipeline: Pipeline, site_files: Mapping[str, SiteFile]) -> dict[str, object]:
-    """Return the settings of site files that affect training of this method, as `S2.batch_size`."""
+    """Return the settings of site files that affect training of this method, as `sites.S2.batch_size`."""
     row = find_method(method, pipeline)
     if row.payload.is_single_release:
         return {}
     keys = [] if _has_closed_form(pipeline) else ["batch_size"]
     keys += [] if all(role.common for role in row.learners.values()) else ["private_model"]
-    return {f"{name}.{key}": getattr(file, key) for name, file in sorted(site_files.items()) for key in keys}
+    return {f"sites.{name}.{key}": getattr(file, key) for name, file in sorted(site_files.items()) for key in keys}
 
 
 def _has_closed_form(pipeline: Pipeline) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from wsi_fl.slides.reading.formats.dicom_frames import find_contradiction
 from wsi_fl.slides.reading.formats.level_selection import padding_ratios, select_levels
-from wsi_fl.system.file_names import drop_companions
+from wsi_fl.system.file_names import drop_companions, is_missing
 from wsi_fl.system.files import require_regular_file
 from wsi_fl.types import WsiFlError
 
@@ -168,7 +168,8 @@ def read_container(folder: Path) -> str:
     if not SERIES_FOLDER.fullmatch(folder.name):
         return ""
     header = read_volume(folder)
-    return header.container if header is not None and _CONTAINER.fullmatch(header.container) else ""
+    container = "" if header is None or is_missing(header.container) else header.container
+    return container if _CONTAINER.fullmatch(container) else ""
 
 
 def read_volume(folder: Path) -> _Header | None:
@@ -343,7 +344,11 @@ def _read_headers(paths: Iterable[Path]) -> list[_Header]:
 
 
 def _decode_text(value: bytes) -> str:
-    return value.decode("latin-1").strip("\0 ")
+    try:
+        text = value.decode("utf-8")
+    except UnicodeDecodeError:
+        text = value.decode("latin-1")
+    return text.strip("\0 ")
 
 
 def _decode_decimal(value: bytes) -> float:
