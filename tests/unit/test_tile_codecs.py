@@ -89,6 +89,14 @@ def encode_tile(tile, options):
     return buffer.getvalue()[start : start + n]
 
 
+@pytest.mark.parametrize("tile_px", [112, 240])
+def test_uncompressed_tiles_that_openslide_opens_and_does_not_read_are_read(tmp_path, tile_px):
+    path = write_slide(tmp_path / "s.tif", "none", (IMAGE,), tile_px)
+    with Slide(path) as slide:
+        assert np.array_equal(slide.read((37, 200), 300, MPP), IMAGE[200:500, 37:337])
+        assert slide.thumbnail(300)[0].std() > 10
+
+
 def test_an_uncompressed_tile_that_is_short_is_refused():
     with pytest.raises(WsiFlError, match="unusable tile"):
         TileCodec(1, True).decode_tile(bytes(100), np.empty((64, 64, 3), np.uint8))

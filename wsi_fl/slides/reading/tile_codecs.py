@@ -65,6 +65,10 @@ class TileCodec:
         return self.compression == _JPEG
 
     @property
+    def is_uncompressed(self) -> bool:
+        return self.compression == _NO_CODEC and not self.has_differences
+
+    @property
     def is_jpeg2000(self) -> bool:
         return self.compression in (_JPEG2000_YCBCR, _JPEG2000_RGB)
 
