@@ -20,7 +20,7 @@ from wsi_fl.privacy.accounting import epsilon, plan_mechanism
 from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.site.privacy_account import plan_round
-from wsi_fl.stages.training.finished_runs import FinishedRun, find_finished_run
+from wsi_fl.stages.training.finished_runs import FinishedRun, effective_site_settings, find_finished_run
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run
 from wsi_fl.study.site_file import SiteFile
@@ -92,8 +92,8 @@ def test_a_site_file_sets_its_batch_size_and_so_its_epsilon(study):
     assert find() is None, "another batch size is another run"
     file.write_text(f'{began}batch_size = 9\nprivate_model = "cnn1"\n')
     assert find() is not None, "the models of this method are alike at all sites"
-    other = replace(finished, method="proxyfl", site_files={"S2": SiteFile(name="S2", private_model="cnn1")})
-    assert other.site_settings == {"sites.S2.batch_size": None, "sites.S2.private_model": "cnn1"}
+    settings = effective_site_settings("proxyfl", finished.pipeline, {"S2": SiteFile(name="S2", private_model="cnn1")})
+    assert settings == {"sites.S2.batch_size": None, "sites.S2.private_model": "cnn1"}
     (study.root / summary["run"] / "summary.json").unlink()
     resumed = resume_run(study, summary["run"], backend="local")  # as the run began
     assert [row["batch_size"] for row in resumed["sites"]] == [8, 8, 9]

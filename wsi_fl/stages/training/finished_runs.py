@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ class FinishedRun:
     Attributes:
         inputs: digest of the training store of every site here.
         summary: the document of `train --json`.
-        site_files: the snapshot of the file of every site here.
     """
 
     folder: RunFolder
@@ -42,7 +42,6 @@ class FinishedRun:
     pipeline: Pipeline
     inputs: Mapping[str, str]
     summary: Mapping[str, Any]
-    site_files: Mapping[str, SiteFile]
 
     @classmethod
     def load(cls, path: Path) -> FinishedRun:
@@ -55,9 +54,7 @@ class FinishedRun:
         summary, pipeline = folder.require_summary(), load_run_pipeline(path / "config.toml")
         receivers = summary.get("inference_sites", ())
         inputs = {name: digest for name, digest in folder.store_digests().items() if name not in receivers}
-        study = Study(path).pin_run(path)
-        site_files = {name: file for name in inputs if (file := study.load_site_snapshot(name))}
-        return cls(folder, folder.manifest["method"], pipeline, inputs, summary, site_files)
+        return cls(folder, folder.manifest["method"], pipeline, inputs, summary)
 
     @property
     def seed(self) -> int:
@@ -76,6 +73,12 @@ class FinishedRun:
     @property
     def dp(self) -> bool:
         return self.pipeline.privacy.has_noise
+
+    @cached_property
+    def site_files(self) -> Mapping[str, SiteFile]:
+        """The snapshot of the file of every site here."""
+        study = Study(self.folder.path).pin_run(self.folder.path)
+        return {name: file for name in self.inputs if (file := study.load_site_snapshot(name))}
 
     @property
     def site_settings(self) -> dict[str, object]:
