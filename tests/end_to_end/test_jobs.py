@@ -254,3 +254,5 @@ def test_parts_are_kept_until_the_last_is_done(study, settings):
         refused(partial(other, study, site="C1", part=Part(1, 2)), "parts of unfinished work (tile)", error=WsiFlError)
     assert tile_slides(study, site="C1", overrides=SETTINGS, part=Part(2, 2))["sites"][0]["done"] == 6
     assert not (study.root / "stores" / "C1" / JOBS_FOLDER).exists()
+    document = make_mosaics(study, site="C1", overrides=settings, part=Part(1, 2))
+    assert document["parts"] and document["next"] == [], "there is nothing to train on yet"

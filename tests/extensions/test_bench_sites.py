@@ -143,4 +143,6 @@ def test_options_of_a_tables_hospitals_are_refused_elsewhere(federation, tmp_pat
     refused(lambda: compare(federation, tmp_path / "m.csv", "survival", cells=cells), "--hospitals site")
     refused(lambda: compare(federation, tmp_path / "m.csv", "NOTHING"), "column 'NOTHING' is missing")
     np.savez(tmp_path / "t.npz", x=np.zeros((4, 2)), y=np.arange(4) % 2)
-    refused(lambda: compare((tmp_path / "t.npz", None), tmp_path / "m.csv"), "--target", "for a folder of features")
+    table = (tmp_path / "t.npz", federation[1])
+    refused(lambda: compare(table, tmp_path / "m.csv", cells=cells), "--target", "for a folder of features")
+    refused(lambda: compare(table, tmp_path / "m.csv", None), "--hospitals site: needs a folder", "t.npz is one file")

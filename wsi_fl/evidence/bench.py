@@ -285,6 +285,9 @@ def run_benchmark(
     methods, cells, epsilons = [*dict.fromkeys(methods)], [*dict.fromkeys(cells)], [*dict.fromkeys(epsilons)]
     _require_options(methods, unit)
     progress = watcher or SilentProgress()
+    is_by_site = any(cell.skew == TABLE_SITES for cell in cells)
+    if is_by_site and not path.is_dir():
+        raise UsageError(f"--hospitals site: needs a folder of TRIDENT's features and --labels, and {path} is one file")
     table = read_table(path, labels, target, progress)
     if table.excluded:
         progress.print_message(describe_skipped_slides(table.excluded))
@@ -293,7 +296,7 @@ def run_benchmark(
     if unit == "patient" and unnamed:
         raise UsageError(f"{path}: --unit patient needs the patient of every row")
     n_patients: dict[str, int] = {}
-    if any(cell.skew == TABLE_SITES for cell in cells):
+    if is_by_site:
         table, unit = table._replace(rows=average_patients(table.rows)), "row"
         n_patients = {part.obs["site"].iloc[0]: len(part) for part in sample_sites(table, cells[0], 0)[0]}
         cells = [SamplingCell(len(n_patients), sum(n_patients.values()), TABLE_SITES)]

@@ -266,7 +266,7 @@ def make_mosaics(
     document = _build_all_stores(list_builders, watcher, part)
     if document:
         document["copies"] = describe_shared(scans)
-        document["next"] = slide_lists.next_commands(study, **scope)
+        document["next"] = [] if document["parts"] else slide_lists.next_commands(study, **scope)
     return document
 
 
@@ -287,7 +287,7 @@ def make_features(
 
     document = _build_all_stores(list_builders, watcher, part)
     if document:
-        document["next"] = [_features_command(study, **scope)]
+        document["next"] = [] if document["parts"] else [_features_command(study, **scope)]
     return document
 
 
