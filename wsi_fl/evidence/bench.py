@@ -289,12 +289,7 @@ def run_benchmark(
     if is_by_site and not path.is_dir():
         raise UsageError(f"--hospitals site: needs a folder of TRIDENT's features and --labels, and {path} is one file")
     table = read_table(path, labels, target, progress)
-    if table.excluded:
-        progress.print_message(describe_skipped_slides(table.excluded))
-    if 0 < (unnamed := int((table.rows.patient == "").sum())) < len(table.rows):
-        progress.print_message(f"{unnamed} rows name no patient; each counts by itself")
-    if unit == "patient" and unnamed:
-        raise UsageError(f"{path}: --unit patient needs the patient of every row")
+    _report_omissions(table, path, unit, progress)
     n_patients: dict[str, int] = {}
     if is_by_site:
         table, unit = table._replace(rows=average_patients(table.rows)), "row"
@@ -318,6 +313,16 @@ def run_benchmark(
     document["cells"] = [_measure_gain(results, method, epsilon, cell) for cell, method, epsilon in trials]
     write_page(out.with_suffix(".html"), document)
     return document | {"page": str(out.with_suffix(".html"))}
+
+
+def _report_omissions(table: FeatureTable, path: Path, unit: str, progress: Watcher) -> None:
+    """Report excluded slides and rows without a patient; refuse the latter where ε is per patient."""
+    if table.excluded:
+        progress.print_message(describe_skipped_slides(table.excluded))
+    if 0 < (unnamed := int((table.rows.patient == "").sum())) < len(table.rows):
+        progress.print_message(f"{unnamed} rows name no patient; each counts by itself")
+    if unit == "patient" and unnamed:
+        raise UsageError(f"{path}: --unit patient needs the patient of every row")
 
 
 def _require_options(methods: Sequence[str], unit: str) -> None:
