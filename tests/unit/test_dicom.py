@@ -83,7 +83,8 @@ def test_frames_are_decoded_natively_wherever_their_places_stand(tmp_path, codec
 def test_frames_in_fragments_and_sparse_ones_are_left_to_openslide(tmp_path, packing):
     write_pyramid(tmp_path / "a", packing=packing, **NATIVE["JPEG"])
     write_dicom(tmp_path / "b" / "0.dcm", PICTURE, lacking=(5,))
-    for folder in ("a", "b"):
+    write_dicom(tmp_path / "c" / "0.dcm", PICTURE, organization="", lacking=(99,))  # places in any order, none lacks
+    for folder in ("a", "b", "c"):
         with Slide(tmp_path / folder) as slide:
             assert slide.reader == "openslide"
 

@@ -78,7 +78,7 @@ def _read_dicom_images(path: Path) -> list[TiledImage]:
     for header in list_volumes(path):
         width, height = header.tile_width, header.tile_height
         codec = find_dicom_codec(header.syntax, header.colours)
-        if codec is None or header.concatenation or header.organization == "TILED_SPARSE" or not width * height:
+        if codec is None or header.concatenation or header.organization != "TILED_FULL" or not width * height:
             continue
         is_packed = codec.is_jpeg or codec.is_jpeg2000
         places = locate_frames(header.path, header.frames, width * height * 3, is_packed=is_packed)
