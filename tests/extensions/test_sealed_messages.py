@@ -344,6 +344,29 @@ def test_a_vanished_site_is_named_and_an_ending_site_reports_its_end(identities,
         assert [str(found[n]) for n in ("C1", "C2")] == [said] * 2 and time.monotonic() - began < 10
 
 
+def test_a_site_that_ends_after_a_gathering_does_not_keep_others_from_completing_it(identities):
+    """C2 has not yet heard C1 when C3, which has heard all, ends: C1 and C2 are in step, and learn it in the next."""
+    ended_s = []
+
+    def meddle(sender, to, name, letter):
+        if (sender, to, name) == ("C3", "C2", "end"):
+            ended_s.append(time.monotonic())
+        is_late = (sender, to, name) == ("C1", "C2", "g0") and (not ended_s or time.monotonic() < ended_s[0] + 0.3)
+        return [] if is_late else [letter]
+
+    def work(comm):
+        heard = comm.gather([Said(n=comm.sites[0])], Said)
+        if comm.identity.name == "C3":
+            comm.abort()
+            return heard
+        with pytest.raises(ReportableError, match="site C3 ended the run"):
+            comm.gather([Said(n=0)], Said)
+        return heard
+
+    found = together(identities, work, meddle=meddle)
+    assert ended_s and found == dict.fromkeys(NAMES, [Said(n=k) for k in range(3)])
+
+
 def test_a_restarted_process_is_noticed(identities):
     ends = {}
 

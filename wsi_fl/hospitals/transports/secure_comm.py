@@ -124,6 +124,7 @@ class SecureComm:
         self._end_error: ReportableError | None = None
         self._peer_error: ReportableError | None = None
         """A peer's end of the run; ignored while sites may drop out."""
+        self._ended_peer, self._ended_s = "", inf
         self._lossy, self._farewell = False, "end"
         self._condition = threading.Condition()
         self.transport.listen(self._receive)
@@ -317,6 +318,7 @@ class SecureComm:
             reason, sender = f"site {header['sender']} {text}", header["sender"]
             error = SitesDroppedOut(reason, [sender]) if self._tolerates_dropout else ReportableError(reason)
             self._peer_error = mark_fault(error, code, sender)
+            self._ended_peer, self._ended_s = sender, time.monotonic()
         self._condition.notify_all()
         return "taken"
 
@@ -357,21 +359,32 @@ class SecureComm:
         """Wait, holding the lock, until no peer is missing."""
         deadline = time.monotonic() + limit_s
         while late := missing():
-            self._raise_if_ended()
+            self._raise_if_ended(sequence_id)
             if (remaining_s := deadline - time.monotonic()) <= 0:
                 self._give_up(sequence_id, dict.fromkeys(late, "did not answer"))
             self._condition.wait(min(remaining_s, _WAKE_S) if remaining_s > 0 else _WAKE_S)
             self.on_wait()
 
-    def _raise_if_ended(self) -> None:
+    def _raise_if_ended(self, sequence_id: str) -> None:
         if self._end_error is None and (broken := self.transport.failure_reason()):
             self._end_error = mark_fault(ReportableError(broken), "aborted")
-        error = self._end_error or (None if self._lossy else self._peer_error)
+        is_ignored = self._lossy or self._ended_after(sequence_id)
+        error = self._end_error or (None if is_ignored else self._peer_error)
         if error is not None:
             raise error
         if self._tolerates_dropout and self._presence.has_clock_jumped():
             raise SitesDroppedOut(f"the clock of {self.identity.name} was set")
         self._check_certificates()
+
+    def _ended_after(self, sequence_id: str) -> bool:
+        """Return whether a peer ended just now, after its document of this gathering: the others complete it too.
+
+        Otherwise some would go on to the next step, and others not.
+        """
+        if self._tolerates_dropout or not sequence_id.startswith("g") or not self._ended_peer:
+            return False
+        is_waiting = time.monotonic() < self._ended_s + _FAREWELL_S
+        return is_waiting and not self._inbox.list_missing([self._ended_peer], sequence_id)
 
     def _check_certificates(self) -> None:
         """End the session if the certificate of one of its sites was revoked meanwhile."""
@@ -433,7 +446,7 @@ class SecureComm:
                 if not pending:
                     return
                 if sequence_id not in _END_REASONS:
-                    self._raise_if_ended()
+                    self._raise_if_ended(sequence_id)
                 if time.monotonic() >= deadline:
                     self._give_up(sequence_id, {name: f"took nothing ({reason})" for name, reason in failed.items()})
                 with self._condition:
