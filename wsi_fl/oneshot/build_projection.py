@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -129,7 +129,7 @@ def build_projection(
     }
 
 
-def _list_files(sources: Sequence[Path], form: str | None) -> list[Path]:
+def list_files(sources: Sequence[Path], form: str | None) -> list[Path]:
     """Return the named files and slide folders, and those directly in named folders; folders of other tools as such."""
     file_lists = (
         drop_companions(path.iterdir()) if path.is_dir() and not form and not is_slide_folder(path) else [path]
@@ -153,7 +153,7 @@ class _SourceReader:
 
     def read_sources(self, sources: Sequence[Path], progress: Watcher) -> tuple[list[PublicFeatures], list[str]]:
         """Return features of every source that can be read, and the names of the other files in folders."""
-        parts, skipped, files = list[PublicFeatures](), list[str](), _list_files(sources, self.form)
+        parts, skipped, files = list[PublicFeatures](), list[str](), list_files(sources, self.form)
         for path in files:
             self._require_public(path)
             progress.update(path.name, 0, 1)
@@ -171,7 +171,7 @@ class _SourceReader:
             skipped += part.excluded
             progress.update(path.name, 1, 1)
         if not parts:
-            raise WsiFlError(f"--from: no slide, picture or feature store{_name_examples(skipped)}{_TOOLS_HINT}")
+            raise WsiFlError(f"--from: no slide, picture or feature store{name_examples(skipped)}{_TOOLS_HINT}")
         return parts, skipped
 
     def _require_public(self, path: Path) -> None:
@@ -206,14 +206,26 @@ class _SourceReader:
 
     def _extract_features(self, path: Path) -> NDArray[np.float32]:
         """Return features float32[m, d] of some patches of a slide or picture."""
-        record = SlideRecord(path, path.stem, path.stem, "public", "negative", False, mpp_override=self.mpp)
-        reader, spec = self.pipeline.slides.reader, build_grid_spec(self.pipeline)
-        check_opens_safely(path, self.mpp, reader)
-        plan = plan_slide(record, spec, build_plan_params(self.study, self.pipeline), reader=reader)
-        corners = plan.xy_l0[sample_indices(len(plan.xy_l0), MAX_PATCHES)]
-        read = read_patches(plan.record, corners, spec, threads=n_cores(), reader=reader)
-        features: NDArray[np.float32] = encode_batches((pixels for _, pixels in read), self._patch_encoder)
+        _, batches = read_slide_patches(self.study, self.pipeline, path, self.mpp)
+        features: NDArray[np.float32] = encode_batches(batches, self._patch_encoder)
         return features
+
+
+def read_slide_patches(
+    study: Study, pipeline: Pipeline, path: Path, mpp: float | None
+) -> tuple[NDArray[np.int64], Iterator[NDArray[np.uint8]]]:
+    """Return the corners int64[m, 2] of some patches of a public slide or picture, and batches of their pixels.
+
+    Args:
+        mpp: µm per pixel of a picture without a resolution.
+    """
+    record = SlideRecord(path, path.stem, path.stem, "public", "negative", False, mpp_override=mpp)
+    reader, spec = pipeline.slides.reader, build_grid_spec(pipeline)
+    check_opens_safely(path, mpp, reader)
+    plan = plan_slide(record, spec, build_plan_params(study, pipeline), reader=reader)
+    corners = plan.xy_l0[sample_indices(len(plan.xy_l0), MAX_PATCHES)]
+    read = read_patches(plan.record, corners, spec, threads=n_cores(), reader=reader)
+    return corners, (pixels for _, pixels in read)
 
 
 def _hash_folder(path: Path) -> str:
@@ -232,7 +244,8 @@ def _require_one_encoder(parts: Sequence[PublicFeatures], study_encoders: Mappin
     return encoder
 
 
-def _name_examples(files: Sequence[str]) -> str:
+def name_examples(files: Sequence[str]) -> str:
+    """Return the first names after a colon, or nothing."""
     return f": {', '.join(files[:3])}{', …' if len(files) > 3 else ''}" if files else ""
 
 
@@ -244,5 +257,5 @@ def render_projection_lines(document: Mapping[str, Any]) -> Lines:
         f"{rows} patches of {n_sources} source{'' if n_sources == 1 else 's'}; SHA-256 {document['digest'][:16]}"
     )
     if skipped := document["excluded"]:
-        yield TextLine(f"  {len(skipped)} other files were skipped{_name_examples(skipped)}", "yellow")
+        yield TextLine(f"  {len(skipped)} other files were skipped{name_examples(skipped)}", "yellow")
     yield TextLine(f"give the file to all sites; next: {document['next'][0]}")

@@ -1,4 +1,4 @@
-"""The commands `statistics`, `survival` and `projection` (entry points `wsi_fl.commands`)."""
+"""The commands `statistics`, `class-means`, `survival` and `projection` (entry points `wsi_fl.commands`)."""
 
 from __future__ import annotations
 
@@ -101,6 +101,44 @@ def compute_projection(
     run_work("projection", work, as_json, render_projection_lines)
 
 
+@partial(announce_start, name="class-means")
+def show_means(
+    site: Annotated[str, Option(help="The site whose statistics to show.")],
+    sources: Annotated[
+        list[Path],
+        Option(
+            "--from", metavar="PATH", help="A public slide, picture or patch store, or a folder of these. Repeatable."
+        ),
+    ],
+    out: Annotated[Path, Option(help="The page to write.")] = Path("class-means.html"),
+    n: Annotated[int, Option("--patches", min=1, max=24, help="Number of patches nearest to each mean.")] = 6,
+    mpp: Annotated[float | None, Option(help="µm per pixel of pictures without a resolution.")] = None,
+    public: Annotated[
+        bool, Option("--public", help="These sources are public, though they name a site or patients.")
+    ] = False,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Show the public patches nearest to the class means that a site has released, or would release."""
+    study = find_study()
+    from wsi_fl.oneshot.class_means_page import render_class_lines, show_class_means
+
+    work = partial(
+        show_class_means,
+        study,
+        sources,
+        site=site,
+        out=out,
+        n_patches=n,
+        pipeline_name=pipeline,
+        overrides=overrides or [],
+        mpp=mpp,
+        public=public,
+    )
+    run_work("class-means", work, as_json, render_class_lines)
+
+
 @partial(announce_start, name="survival")
 def draw_survival_curves(
     out: Annotated[Path, Option(help="The picture to write.")] = Path("survival.png"), as_json: Json = False
@@ -112,5 +150,6 @@ def draw_survival_curves(
 
 
 STATISTICS = ExtraCommand(release_statistics, "Train", is_hidden=True)
+CLASS_MEANS = ExtraCommand(show_means, "Train", is_hidden=True)
 PROJECTION = ExtraCommand(compute_projection, "Prepare", is_hidden=True)
 SURVIVAL = ExtraCommand(draw_survival_curves, "Results", is_hidden=True)

@@ -30,8 +30,9 @@ from wsi_fl.oneshot.released_statistics import (
     write_statistics,
 )
 from wsi_fl.oneshot.shared_head import SharedHead
+from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.guarantee import collect_rounds
+from wsi_fl.privacy.guarantee import PrivacyTerms, collect_rounds
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, digest_values
 from wsi_fl.privacy.privacy_plan import PrivacyPlan, require_plan
@@ -93,9 +94,7 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
     privacy_account.require_budget(site)
     with site_lock(home.parent, site.name) as work, context:
         data = context.open_data(site.name)
-        guarantee = "none" if data.is_synthetic() else privacy_account.find_guarantee(context.method, context.pipeline)
-        terms = privacy_account.build_terms(site, context.pipeline, guarantee)
-        ledger = site_ledger.open_ledger(study, site, STATISTICS_RUN, terms)
+        ledger = site_ledger.open_ledger(study, site, STATISTICS_RUN, _build_terms(context))
         known_copy = None if repeat else _find_copy(study, ledger, home, file)
         if known_copy is None:
             new_release, statistics = _compute_release(context, ledger, work)
@@ -143,10 +142,45 @@ def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
     return next(iter([*by_ledger, *copies]), None)
 
 
+def preview_statistics(study: Study, pipeline: Pipeline, site: SiteFile) -> ReleasedStatistics:
+    """Return what a site would release: its exact sums, and the variance of the noise that they would get.
+
+    Nothing is written or charged. The result must not leave the site.
+    """
+    context = _build_context(study.freeze_sites(), pipeline, site)
+    privacy_account.require_budget(site)
+    with context:
+        ledger = site_ledger.open_ledger(study, site, STATISTICS_RUN, _build_terms(context))
+        train, units, plan = _plan_release(context, ledger)
+        head = _sum_examples(context, train, units, plan, ledger.terms.delta)
+        variance = np.full(head.shape[0], plan.sigma**2 if plan else 0.0)
+        vector = np.append(head.noiseless_statistics.cpu().numpy(), variance).astype(np.float32)
+        header = _fill_header(context, ledger, units, plan, digest_values(vector))
+        cost = epsilon([*ledger.list_mechanisms(), plan], header.delta) if plan and header.guarantee != "none" else None
+        return ReleasedStatistics(header.model_copy(update={"epsilon": cost}), vector)
+
+
 def _compute_release(
     context: RunContext, ledger: PrivacyLedger, work: SharedWork
 ) -> tuple[Release, ReleasedStatistics]:
     """Return a new release, recorded in the ledger, where it replaces one that never left."""
+    train, units, plan = _plan_release(context, ledger)
+    head = _sum_examples(context, train, units, plan, ledger.terms.delta)
+    vector = head.sums.detach().cpu().numpy()
+    work.require_presence()
+    new_release = ledger.release(None, vector, schema=schema_digest(head), mechanism=plan, content="model")
+    return new_release, ReleasedStatistics(_fill_header(context, ledger, units, plan, new_release.digest), vector)
+
+
+def _build_terms(context: RunContext) -> PrivacyTerms:
+    (site,) = context.sites
+    is_synthetic = context.open_data(site.name).is_synthetic()
+    guarantee = "none" if is_synthetic else privacy_account.find_guarantee(context.method, context.pipeline)
+    return privacy_account.build_terms(site, context.pipeline, guarantee)
+
+
+def _plan_release(context: RunContext, ledger: PrivacyLedger) -> tuple[Cohort, PrivacyUnits, PrivacyPlan | None]:
+    """Return the training rows of a site, their privacy units and the plan of a new release."""
     (site,) = context.sites
     data = context.open_data(site.name)
     data.require_current()
@@ -163,21 +197,23 @@ def _compute_release(
     ]
     past = [ledger_round.mechanism for ledger_round in counted_rounds if ledger_round.mechanism]
     plan = privacy_account.plan_round(site, context.pipeline, units.n, past=past, is_single_release=True)
-    head = _sum_examples(context, train, units, plan, ledger.terms.delta)
-    vector = head.sums.detach().cpu().numpy()
-    work.require_presence()
-    new_release = ledger.release(None, vector, schema=schema_digest(head), mechanism=plan, content="model")
-    header = StatisticsHeader(
+    return train, units, plan
+
+
+def _fill_header(
+    context: RunContext, ledger: PrivacyLedger, units: PrivacyUnits, plan: PrivacyPlan | None, digest: str
+) -> StatisticsHeader:
+    (site,) = context.sites
+    return StatisticsHeader(
         site=site.name,
         n=units.n,
         sigma=plan.sigma if plan else 0.0,
         epsilon=ledger.epsilon(),
         delta=ledger.terms.delta,
         guarantee=ledger.guarantee(),
-        digest=new_release.digest,
-        **build_header(data),
+        digest=digest,
+        **build_header(context.open_data(site.name)),
     )
-    return new_release, ReleasedStatistics(header, vector)
 
 
 def _sum_examples(

@@ -24,10 +24,10 @@ _SIDE_PX = 96
 """Smallest side of a patch in a grid; smaller patches are enlarged by a whole factor."""
 
 
-def encode_patch(pixels: NDArray[np.uint8]) -> str:
-    """Return a patch, uint8[h, w, 3] or grey uint8[h, w, 1], as a data URI."""
+def encode_patch(pixels: NDArray[np.uint8], side_px: int = _PATCH_SIDE_PX) -> str:
+    """Return a patch, uint8[h, w, 3] or grey uint8[h, w, 1], as a data URI of at most `side_px` pixels a side."""
     image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
-    image.thumbnail((_PATCH_SIDE_PX, _PATCH_SIDE_PX), Image.Resampling.LANCZOS)
+    image.thumbnail((side_px, side_px), Image.Resampling.LANCZOS)
     return _jpeg_uri(jpeg.encode(np.asarray(image.convert("RGB")), 88))
 
 

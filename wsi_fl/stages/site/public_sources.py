@@ -188,15 +188,33 @@ def _is_dp_release(run: RunFolder, role: str) -> bool:
 
 def _require_public_store(study: Study, source: Path, find_private: Callable[[], PrivateSlides]) -> None:
     with BagStore(source) as store:
-        site, table = store.meta.site, store.patch_table
-        if site in study.site_names():
-            if not _is_simulated(study, site):
-                raise UsageError(f"{source}: features of real site {site}; {_PUBLIC_HINT}")
+        if not _require_other_site(study, source, store.meta.site, store.patch_table):
             return
-        if ((table.patient != "") & (table.patient != table.slide)).any():
-            raise UsageError(f"{source}: a feature store that names patients; {_PUBLIC_HINT}")
-        names, rows = _list_names(table), _hash_store(store)
+        names, rows = _list_names(store.patch_table), _hash_store(store)
     _require_other_slides(source, names, rows, find_private())
+
+
+def require_public_patches(study: Study, source: Path, store: PatchStore) -> None:
+    """Refuse an open patch store of a hospital's patients, as `require_public` does feature stores.
+
+    Raises:
+        UsageError: in one line that names the reason.
+    """
+    if (site := _find_site_by_place(source)) is not None:
+        raise UsageError(f"{source}: lies in the stores of real site {site}; {_PUBLIC_HINT}")
+    if _require_other_site(study, source, store.meta.site, store.table):
+        _require_other_slides(source, _list_names(store.table), set(), index_private_slides(study))
+
+
+def _require_other_site(study: Study, source: Path, site: str, table: PatchTable) -> bool:
+    """Refuse a store of a real site, or one that names patients; return whether it is of no site of the study."""
+    if site in study.site_names():
+        if not _is_simulated(study, site):
+            raise UsageError(f"{source}: of real site {site}; {_PUBLIC_HINT}")
+        return False
+    if ((table.patient != "") & (table.patient != table.slide)).any():
+        raise UsageError(f"{source}: a store that names patients; {_PUBLIC_HINT}")
+    return True
 
 
 def _find_site_by_slides(study: Study, source: Path) -> str | None:
