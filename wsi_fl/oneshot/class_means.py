@@ -1,23 +1,56 @@
-"""Class means in the statistics of a site, with the noise that they have."""
+"""`wsi-fl class-means`: a page with the public patches nearest to the class means in a site's statistics.
+
+A class mean is a point among projected public patches, so the patches nearest to it show what it says. Near is a small
+angle as seen from the mean of public examples, the origin of the projection: class means are much shorter than
+examples, and by Euclidean distance examples of small norm are near to the means of all classes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
+from itertools import chain
+from math import exp, inf, sqrt
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import beta
 
+from wsi_fl.models.encoder import encode_batches
+from wsi_fl.oneshot.build_projection import list_files, read_slide_patches
 from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
-from wsi_fl.oneshot.column_sums import SCALE
-from wsi_fl.oneshot.projection import Projection
-from wsi_fl.oneshot.released_statistics import ReleasedStatistics
+from wsi_fl.oneshot.column_sums import SCALE, embed_rows
+from wsi_fl.oneshot.projection import Projection, random_projection
+from wsi_fl.oneshot.public_features import MAX_PATCHES
+from wsi_fl.oneshot.release_statistics import preview_statistics
+from wsi_fl.oneshot.released_statistics import (
+    ReleasedStatistics,
+    describe_missing,
+    open_projection,
+    read_statistics,
+    refuse_another_site,
+)
 from wsi_fl.oneshot.shared_head import SharedHead
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.report.inline_pictures import encode_patch
+from wsi_fl.report.templates import fill_template
+from wsi_fl.stages.prepare.tile_plans import build_grid_spec
+from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
+from wsi_fl.stages.site.encoders import load_encoder
+from wsi_fl.stages.site.public_sources import require_public, sample_indices
+from wsi_fl.stores.patch_store import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.files import write_text
+from wsi_fl.system.machine import n_cores
+from wsi_fl.types import UsageError, WsiFlError, encoder_differences
 
-_N_DRAWS = 3
+_N_PATCHES, _N_DRAWS = 6, 3
+"""Patches shown for a mean, and means with other noise."""
 _Z = 1.96
+_PICTURE_PX = 256
 _Floats = NDArray[np.float64]
 
 
@@ -98,3 +131,172 @@ def unpack_class_means(
         length = sqrt(max(0.0, float(mean @ mean) - (0.0 if is_exact else len(mean) * noise**2)))
         means.append(ClassMean(name, mean, length, noise, count / weight, header.sigma / head.layout.count_scale))
     return means
+
+
+class PublicPatch(NamedTuple):
+    """A public patch uint8[h, w, 3]: the cosine of its angle, its source and row there, slide, corner and width."""
+
+    similarity: float
+    source: str
+    row: int
+    slide: str
+    xy_l0: tuple[int, int]
+    width: str
+    pixels: NDArray[np.uint8]
+
+
+def chance_similarity(n: int, d: int) -> float:
+    """Return the median of the largest cosine of a direction in d dimensions and n random ones."""
+    # cos² has the distribution Beta(1/2, (d − 1)/2), and the largest of n is below its median with probability 1/2
+    return float(beta.isf(2 * (1 - 0.5 ** (1 / n)), 0.5, (d - 1) / 2)) ** 0.5
+
+
+def show_class_means(
+    study: Study,
+    sources: Sequence[Path],
+    *,
+    site: str,
+    out: Path,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    mpp: float | None = None,
+    public: bool = False,
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Write the page of a site's class means; return the `--json` document.
+
+    The means are those that the site has released. Before a release they are those of its store, and the page must not
+    leave the site. Nothing is charged.
+
+    Args:
+        sources: public slides or pictures, cut by the settings of `[tile]`, patch stores, or folders of these.
+        mpp, public: see `build_projection`.
+
+    Raises:
+        UsageError: for sources of a site, or another encoder or projection than that of the statistics.
+        WsiFlError: without patches, or without statistics and store.
+    """
+    pipeline = study.load_pipeline(study.pipeline_name(pipeline_name), overrides)
+    statistics, label = _find_statistics(study, pipeline, site)
+    header, choice = statistics.header, pipeline.model.projection
+    projection = (
+        random_projection(header.n_features, choice) if isinstance(choice, int) else open_projection(study, choice)
+    )
+    means = unpack_class_means(statistics, projection, label or f"site {site}", is_exact=label is None)
+    rng = np.random.default_rng(0)
+    queries = [[] if mean.is_hidden else [mean.mean, *mean.redraw_noise(rng)] for mean in means]
+    search = _PatchSearch(study, pipeline, projection, np.array([*chain(*queries)]).reshape(-1, header.dimensions))
+    search.load_encoder(header.encoder)
+    n_rows = search.read_sources(sources, mpp, public, watcher or SilentProgress())
+    nearest = iter(search.nearest)
+    strips = [[next(nearest) for _ in points] for points in queries]
+    document = {
+        **header.model_dump(exclude={"task", "n_features", "digest", "classes"}),
+        "file": label,
+        "sources": n_rows,
+        "classes": [_describe_class(mean, rows) for mean, rows in zip(means, strips, strict=True)],
+        "page": str(out),
+    }
+    page = {
+        "document": document,
+        "classes": [*zip(means, strips, strict=True)],
+        "is_declared": public,
+        "chance": chance_similarity(sum(n_rows.values()), header.dimensions),
+        "odds": None if header.epsilon is None else exp(header.epsilon),
+        "made_from": label or f"the store of site {site}",
+        "encode": lambda patch: encode_patch(patch.pixels, _PICTURE_PX),
+    }
+    write_text(out, fill_template("class_means", page, Path(__file__).parent))
+    return document
+
+
+def _find_statistics(study: Study, pipeline: Pipeline, site: str) -> tuple[ReleasedStatistics, str | None]:
+    """Return the released statistics of a site and the name of their file, or those of its store and None."""
+    for path in (study.release_path(site), study.local_release_path(site)):
+        if path.exists():
+            label = study.relative_path(path)
+            statistics = read_statistics(path, label)
+            refuse_another_site(statistics.header, site, label)
+            return statistics, label
+    if site not in study.site_names():
+        raise WsiFlError(describe_missing(study, site))
+    return preview_statistics(study, pipeline, study.load_site(site)), None
+
+
+class _PatchSearch:
+    """A search of public patches for those of the smallest angle to each of some means float64[q, d]."""
+
+    def __init__(self, study: Study, pipeline: Pipeline, projection: Projection, means: _Floats) -> None:
+        self.study, self.pipeline, self.projection, self.means = study, pipeline, projection, _normalize(means)
+        self.nearest: list[list[PublicPatch]] = [[] for _ in means]
+
+    def load_encoder(self, label: str) -> None:
+        """Load the pipeline's encoder; UsageError where the statistics are of another."""
+        self.encoder = load_encoder(self.study, self.pipeline, "features", n_cores())
+        if any(encoder_differences([label, self.encoder.label])):
+            raise UsageError(
+                f"features.encoder: {self.encoder.label}, but the statistics are of {label}; take the same encoder and "
+                "weights"
+            )
+
+    def read_sources(self, sources: Sequence[Path], mpp: float | None, public: bool, watcher: Watcher) -> dict[str, int]:
+        """Search all sources; return their numbers of patches. Other files in folders are skipped."""
+        n_rows = dict[str, int]()
+        for path in list_files(sources, None):
+            try:
+                if not public:
+                    require_public(self.study, path)
+                n_rows[path.name] = self._search(path, mpp)
+            except WsiFlError as error:
+                if path in sources or isinstance(error, UsageError):
+                    raise
+            watcher.update(path.name, 1, 1)
+        if not n_rows:
+            raise WsiFlError("--from: no slide, picture or patch store")
+        return n_rows
+
+    def _search(self, path: Path, mpp: float | None) -> int:
+        spec = build_grid_spec(self.pipeline)
+        if path.suffix == ".h5":
+            with PatchStore(path) as store:
+                rows, spec, table = sample_indices(len(store), MAX_PATCHES), store.meta.spec, store.table
+                slides, corners, pixels = table.slide[rows].tolist(), table.xy_l0[rows], store.read(rows)
+        else:
+            corners, batches = read_slide_patches(self.study, self.pipeline, path, mpp)
+            rows, slides, pixels = np.arange(len(corners)), [path.stem] * len(corners), np.concatenate([*batches])
+        width = f"{spec.size_px * spec.mpp:.0f} µm" if spec.mpp else f"{spec.size_px} pixels"
+        x = torch.from_numpy(encode_batches(iter([pixels]), self.encoder))
+        z = embed_rows(x, torch.from_numpy(self.projection.mean), torch.from_numpy(self.projection.components))
+        for patches, cosines in zip(self.nearest, self.means @ _normalize(z.numpy()).T, strict=True):
+            for k in np.argsort(-cosines, kind="stable")[:_N_PATCHES].tolist():
+                corner = (int(corners[k, 0]), int(corners[k, 1]))
+                place = (path.name, int(rows[k]), slides[k], corner, width)
+                patches.append(PublicPatch(float(cosines[k]), *place, pixels[k].copy()))
+            patches[:] = sorted(patches, key=lambda patch: -patch.similarity)[:_N_PATCHES]
+        return len(rows)
+
+
+def _normalize(rows: _Floats) -> _Floats:
+    return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-30))
+
+
+def _describe_class(mean: ClassMean, strips: Sequence[Sequence[PublicPatch]]) -> dict[str, Any]:
+    """Return a class of the `--json` document, with its nearest patches and those with other noise."""
+    nearest, *others = [
+        [{"source": p.source, "row": p.row, "slide": p.slide, "xy_l0": p.xy_l0, "similarity": p.similarity} for p in strip]
+        for strip in strips or [[]]
+    ]
+    numbers = {"count": mean.count, "count_sd": mean.count_sd, "hidden": mean.is_hidden}
+    ratio = None if mean.noise_ratio == inf else mean.noise_ratio
+    return {"class": mean.name, **numbers, "noise_ratio": ratio, "nearest": nearest, "with_other_noise": others}
+
+
+def render_class_lines(document: Mapping[str, Any]) -> Lines:
+    """Yield a line for each class, and the page."""
+    for row in document["classes"]:
+        ratio = "larger than the mean" if row["noise_ratio"] is None else f"{row['noise_ratio']:.2f} of the mean"
+        noise = "hidden by the noise" if row["hidden"] else f"noise {ratio}" if document["sigma"] else "no noise"
+        yield TextLine(f"  {row['class']}: about {max(0, row['count']):.0f} {document['unit']}s; {noise}")
+    yield TextLine(f"{document['page']}: the public patches nearest to each class mean")
+    if document["file"] is None:
+        yield TextLine("not released, and nothing was charged: the page must not leave the hospital", "yellow")

@@ -111,7 +111,6 @@ def show_means(
         ),
     ],
     out: Annotated[Path, Option(help="The page to write.")] = Path("class-means.html"),
-    n: Annotated[int, Option("--patches", min=1, max=24, help="Number of patches nearest to each mean.")] = 6,
     mpp: Annotated[float | None, Option(help="µm per pixel of pictures without a resolution.")] = None,
     public: Annotated[
         bool, Option("--public", help="These sources are public, though they name a site or patients.")
@@ -122,7 +121,7 @@ def show_means(
 ) -> None:
     """Show the public patches nearest to the class means that a site has released, or would release."""
     study = find_study()
-    from wsi_fl.oneshot.class_means_page import render_class_lines, show_class_means
+    from wsi_fl.oneshot.class_means import render_class_lines, show_class_means
 
     work = partial(
         show_class_means,
@@ -130,7 +129,6 @@ def show_means(
         sources,
         site=site,
         out=out,
-        n_patches=n,
         pipeline_name=pipeline,
         overrides=overrides or [],
         mpp=mpp,
