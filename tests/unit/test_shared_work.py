@@ -235,14 +235,14 @@ def test_finished_work_is_removed_by_the_last_and_unfinished_work_is_kept_for_it
 
 def test_work_that_is_kept_is_not_dropped_for_other_work_before_it_is_finished(tmp_path):
     with join(tmp_path) as work:
-        work.keep_unfinished()
+        assert work.keep_unfinished("3") == "3" == work.keep_unfinished("2")  # the first one's
         folder = work.path.parent
     words = "site C1:", "finished parts of unfinished work (tile)", f"{folder}", "or delete that folder"
     for other in (join(tmp_path, OTHER_KEY), site_lock(tmp_path, "C1"), site_lock(tmp_path, "C1", wait=True)):
         refused(other.__enter__, *words, error=WsiFlError)
     (folder / work.path.name / "work.json").write_text("")  # nobody can finish it
     with join(tmp_path, OTHER_KEY) as other:
-        other.keep_unfinished()
+        other.keep_unfinished("2")
         other.finish_work()
     with join(tmp_path) as work:
         assert work.path != other.path

@@ -17,7 +17,7 @@ them appears after the work has ended. Whoever writes in place or deletes gives 
 itself, writes beside others.
 
     FOLDER/.jobs/WORK/work.json        the command and its settings; all who join must agree
-    FOLDER/.jobs/WORK/kept             there is this file where other work must not replace it unfinished
+    FOLDER/.jobs/WORK/kept             other work must not replace it unfinished; the reason
     FOLDER/.jobs/WORK/jobs/JOB         the heartbeat of a process, and who it is
     FOLDER/.jobs/WORK/staging/JOB/     files that it is writing
     FOLDER/.jobs/WORK/PHASE/ITEM.1     the claim of an item; .2 of the next owner, when the first one died
@@ -96,10 +96,12 @@ class SharedWork:
         group: the command that this process belongs to; its MPI ranks have the same.
         is_resumed: whether it was left unfinished, and no other command is at work.
         is_complete: whether this process lacks nothing, so that the work ends with it unless others are there.
+        n_taken_over: the number of items that this process claimed after their owners had died.
     """
 
     def __init__(self, path: Path, group: str) -> None:
         self.path, self.group, self.is_resumed, self.is_complete = path, group, False, False
+        self.n_taken_over = 0
         self._job = secrets.token_hex(6)
         self._staging = path / "staging" / self._job
         self._heartbeat = path / "jobs" / self._job
@@ -131,6 +133,7 @@ class SharedWork:
                     return False
                 if is_created:
                     self._claims[phase, item] = claim
+                    self.n_taken_over += number > 1
                     return True
         raise AssertionError
 
@@ -313,10 +316,11 @@ class SharedWork:
         with self._require_work():
             (self.path / "finished").touch()
 
-    def keep_unfinished(self) -> None:
-        """Let no other work replace this one before it is finished."""
+    def keep_unfinished(self, reason: str) -> str:
+        """Let no other work replace this one before it is finished; return the reason that was given first."""
         with self._require_work():
-            (self.path / _KEEP_MARK).touch()
+            create_file(self.path / _KEEP_MARK, reason)
+            return (self.path / _KEEP_MARK).read_text()
 
     def start_beating(self) -> bool:
         """Write the first heartbeat, from which on this process counts; return False for finished work.
