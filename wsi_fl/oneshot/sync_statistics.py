@@ -25,7 +25,6 @@ from wsi_fl.oneshot.released_statistics import (
     read_statistics,
     refuse_another_site,
     refuse_mismatch,
-    refuse_other_features,
     require_statistics,
     statistics_of,
 )
@@ -176,6 +175,4 @@ def _keep_statistics(context: RunContext, local_site: str, name: str, text: str)
         temporary.write_bytes(content)
         statistics = read_statistics(temporary, label)
         refuse_another_site(statistics.header, name, label)
-        data = context.open_data(local_site)
-        refuse_mismatch(statistics.header, build_header(data), label)
-        refuse_other_features(data, [statistics.header])
+        refuse_mismatch(statistics.header, build_header(context.open_data(local_site)), label)
