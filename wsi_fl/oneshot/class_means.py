@@ -28,6 +28,7 @@ from wsi_fl.oneshot.public_features import MAX_PATCHES
 from wsi_fl.oneshot.release_statistics import preview_statistics
 from wsi_fl.oneshot.released_statistics import (
     ReleasedStatistics,
+    StatisticsHeader,
     describe_missing,
     open_projection,
     read_statistics,
@@ -51,6 +52,7 @@ _N_PATCHES, _N_DRAWS = 6, 3
 """Patches shown for a mean, and means with other noise."""
 _Z = 1.96
 _PICTURE_PX = 256
+_SIZE_TOLERANCE = 0.02
 _Floats = NDArray[np.float64]
 
 
@@ -148,7 +150,7 @@ class PublicPatch(NamedTuple):
 def chance_similarity(n: int, d: int) -> float:
     """Return the median of the largest cosine of a direction in d dimensions and n random ones."""
     # cos² has the distribution Beta(1/2, (d − 1)/2), and the largest of n is below its median with probability 1/2
-    return float(beta.isf(2 * (1 - 0.5 ** (1 / n)), 0.5, (d - 1) / 2)) ** 0.5
+    return sqrt(beta.isf(2 * (1 - 0.5 ** (1 / n)), 0.5, (d - 1) / 2))
 
 
 def show_class_means(
@@ -185,13 +187,13 @@ def show_class_means(
     means = unpack_class_means(statistics, projection, label or f"site {site}", is_exact=label is None)
     rng = np.random.default_rng(0)
     queries = [[] if mean.is_hidden else [mean.mean, *mean.redraw_noise(rng)] for mean in means]
-    search = _PatchSearch(study, pipeline, projection, np.array([*chain(*queries)]).reshape(-1, header.dimensions))
-    search.load_encoder(header.encoder)
+    points = np.array([*chain(*queries)]).reshape(-1, header.dimensions)
+    search = _PatchSearch(study, pipeline, header, projection, points)
     n_rows = search.read_sources(sources, mpp, public, watcher or SilentProgress())
     nearest = iter(search.nearest)
     strips = [[next(nearest) for _ in points] for points in queries]
     document = {
-        **header.model_dump(exclude={"task", "n_features", "digest", "classes"}),
+        **header.model_dump(exclude={"task", "n_features", "digest", "classes", "golden"}),
         "file": label,
         "sources": n_rows,
         "classes": [_describe_class(mean, rows) for mean, rows in zip(means, strips, strict=True)],
@@ -226,27 +228,28 @@ def _find_statistics(study: Study, pipeline: Pipeline, site: str) -> tuple[Relea
 class _PatchSearch:
     """A search of public patches for those of the smallest angle to each of some means float64[q, d]."""
 
-    def __init__(self, study: Study, pipeline: Pipeline, projection: Projection, means: _Floats) -> None:
-        self.study, self.pipeline, self.projection, self.means = study, pipeline, projection, _normalize(means)
-        self.nearest: list[list[PublicPatch]] = [[] for _ in means]
-
-    def load_encoder(self, label: str) -> None:
-        """Load the pipeline's encoder; UsageError where the statistics are of another."""
-        self.encoder = load_encoder(self.study, self.pipeline, "features", n_cores())
-        if any(encoder_differences([label, self.encoder.label])):
+    def __init__(
+        self, study: Study, pipeline: Pipeline, header: StatisticsHeader, projection: Projection, means: _Floats
+    ) -> None:
+        self.study, self.pipeline, self.header, self.projection = study, pipeline, header, projection
+        self.means, self.nearest = _normalize_lengths(means), [list[PublicPatch]() for _ in means]
+        self.encoder = load_encoder(study, pipeline, "features", n_cores())
+        if any(encoder_differences([header.encoder, self.encoder.label])):
             raise UsageError(
-                f"features.encoder: {self.encoder.label}, but the statistics are of {label}; take the same encoder and "
-                "weights"
+                f"features.encoder: {self.encoder.label}, but the statistics of site {header.site} are of "
+                f"{header.encoder}; take the same encoder and weights"
             )
 
-    def read_sources(self, sources: Sequence[Path], mpp: float | None, public: bool, watcher: Watcher) -> dict[str, int]:
+    def read_sources(
+        self, sources: Sequence[Path], mpp: float | None, public: bool, watcher: Watcher
+    ) -> dict[str, int]:
         """Search all sources; return their numbers of patches. Other files in folders are skipped."""
         n_rows = dict[str, int]()
         for path in list_files(sources, None):
             try:
                 if not public:
                     require_public(self.study, path)
-                n_rows[path.name] = self._search(path, mpp)
+                n_rows[path.name] = self._search_source(path, mpp)
             except WsiFlError as error:
                 if path in sources or isinstance(error, UsageError):
                     raise
@@ -255,7 +258,7 @@ class _PatchSearch:
             raise WsiFlError("--from: no slide, picture or patch store")
         return n_rows
 
-    def _search(self, path: Path, mpp: float | None) -> int:
+    def _search_source(self, path: Path, mpp: float | None) -> int:
         spec = build_grid_spec(self.pipeline)
         if path.suffix == ".h5":
             with PatchStore(path) as store:
@@ -264,10 +267,16 @@ class _PatchSearch:
         else:
             corners, batches = read_slide_patches(self.study, self.pipeline, path, mpp)
             rows, slides, pixels = np.arange(len(corners)), [path.stem] * len(corners), np.concatenate([*batches])
-        width = f"{spec.size_px * spec.mpp:.0f} µm" if spec.mpp else f"{spec.size_px} pixels"
+        width_um, expected_um = spec.size_px * spec.mpp, self.header.size_px * self.header.mpp
+        if width_um and expected_um and abs(width_um / expected_um - 1) > _SIZE_TOLERANCE:
+            raise UsageError(
+                f"{path}: patches {width_um:.0f} µm wide, but those of site {self.header.site} are {expected_um:.0f} "
+                f"µm; for slides set tile.size_px={self.header.size_px} and tile.mpp={self.header.mpp:g}"
+            )
+        width = f"{width_um:.0f} µm" if width_um else f"{spec.size_px} pixels"
         x = torch.from_numpy(encode_batches(iter([pixels]), self.encoder))
         z = embed_rows(x, torch.from_numpy(self.projection.mean), torch.from_numpy(self.projection.components))
-        for patches, cosines in zip(self.nearest, self.means @ _normalize(z.numpy()).T, strict=True):
+        for patches, cosines in zip(self.nearest, self.means @ _normalize_lengths(z.numpy()).T, strict=True):
             for k in np.argsort(-cosines, kind="stable")[:_N_PATCHES].tolist():
                 corner = (int(corners[k, 0]), int(corners[k, 1]))
                 place = (path.name, int(rows[k]), slides[k], corner, width)
@@ -276,19 +285,23 @@ class _PatchSearch:
         return len(rows)
 
 
-def _normalize(rows: _Floats) -> _Floats:
+def _normalize_lengths(rows: _Floats) -> _Floats:
     return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-30))
 
 
 def _describe_class(mean: ClassMean, strips: Sequence[Sequence[PublicPatch]]) -> dict[str, Any]:
     """Return a class of the `--json` document, with its nearest patches and those with other noise."""
-    nearest, *others = [
-        [{"source": p.source, "row": p.row, "slide": p.slide, "xy_l0": p.xy_l0, "similarity": p.similarity} for p in strip]
-        for strip in strips or [[]]
-    ]
-    numbers = {"count": mean.count, "count_sd": mean.count_sd, "hidden": mean.is_hidden}
-    ratio = None if mean.noise_ratio == inf else mean.noise_ratio
-    return {"class": mean.name, **numbers, "noise_ratio": ratio, "nearest": nearest, "with_other_noise": others}
+    keys = ("source", "row", "slide", "xy_l0", "similarity")
+    rows = [[{key: getattr(patch, key) for key in keys} for patch in strip] for strip in strips]
+    return {
+        "class": mean.name,
+        "count": round(mean.count, 1),
+        "count_sd": round(mean.count_sd, 2),
+        "hidden": mean.is_hidden,
+        "noise_ratio": None if mean.noise_ratio == inf else mean.noise_ratio,
+        "nearest": rows[0] if rows else [],
+        "with_other_noise": rows[1:],
+    }
 
 
 def render_class_lines(document: Mapping[str, Any]) -> Lines:

@@ -33,7 +33,7 @@ from wsi_fl.oneshot.released_statistics import (
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.guarantee import PrivacyTerms, collect_rounds
+from wsi_fl.privacy.guarantee import collect_rounds
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, digest_values
 from wsi_fl.privacy.privacy_plan import PrivacyPlan, require_plan
@@ -94,8 +94,7 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
     home, file = study.local_release_path(site.name), study.release_path(site.name)
     privacy_account.require_budget(site)
     with site_lock(home.parent, site.name) as work, context:
-        data = context.open_data(site.name)
-        ledger = site_ledger.open_ledger(study, site, STATISTICS_RUN, _build_terms(context))
+        data, ledger = context.open_data(site.name), _open_ledger(context)
         known_copy = None if repeat else _find_copy(study, ledger, home, file)
         if known_copy is None:
             new_release, statistics = _compute_release(context, ledger, work)
@@ -145,44 +144,43 @@ def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
 
 
 def preview_statistics(study: Study, pipeline: Pipeline, site: SiteFile) -> ReleasedStatistics:
-    """Return what a site would release: its exact sums, and the variance of the noise that they would get.
+    """Return a site's exact statistics, with the noise variance and the ε that their release would have.
 
     Nothing is written or charged. The result must not leave the site.
     """
-    context = _build_context(study.freeze_sites(), pipeline, site)
     privacy_account.require_budget(site)
-    with context:
-        ledger = site_ledger.open_ledger(study, site, STATISTICS_RUN, _build_terms(context))
-        train, units, plan = _plan_release(context, ledger)
-        head = _sum_examples(context, train, units, plan, ledger.terms.delta)
+    with _build_context(study.freeze_sites(), pipeline, site) as context:
+        ledger = _open_ledger(context)
+        head, plan, n = _compute_statistics(context, ledger)
         variance = np.full(head.shape[0], plan.sigma**2 if plan else 0.0)
         vector = np.append(head.noiseless_statistics.cpu().numpy(), variance).astype(np.float32)
-        header = _fill_header(context, ledger, units, plan, digest_values(vector))
-        cost = epsilon([*ledger.list_mechanisms(), plan], header.delta) if plan and header.guarantee != "none" else None
-        return ReleasedStatistics(header.model_copy(update={"epsilon": cost}), vector)
+        header = _build_full_header(context, ledger, plan, n, digest_values(vector))
+    is_private = header.guarantee != "none"
+    cost = epsilon([*ledger.list_mechanisms(), plan], header.delta) if plan and is_private else None
+    return ReleasedStatistics(header.model_copy(update={"epsilon": cost}), vector)
+
+
+def _open_ledger(context: RunContext) -> PrivacyLedger:
+    (site,) = context.sites
+    is_synthetic = context.open_data(site.name).is_synthetic()
+    guarantee = "none" if is_synthetic else privacy_account.find_guarantee(context.method, context.pipeline)
+    terms = privacy_account.build_terms(site, context.pipeline, guarantee)
+    return site_ledger.open_ledger(context.study, site, STATISTICS_RUN, terms)
 
 
 def _compute_release(
     context: RunContext, ledger: PrivacyLedger, work: SharedWork
 ) -> tuple[Release, ReleasedStatistics]:
     """Return a new release, recorded in the ledger, where it replaces one that never left."""
-    train, units, plan = _plan_release(context, ledger)
-    head = _sum_examples(context, train, units, plan, ledger.terms.delta)
+    head, plan, n = _compute_statistics(context, ledger)
     vector = head.sums.detach().cpu().numpy()
     work.require_presence()
     new_release = ledger.release(None, vector, schema=schema_digest(head), mechanism=plan, content="model")
-    return new_release, ReleasedStatistics(_fill_header(context, ledger, units, plan, new_release.digest), vector)
+    return new_release, ReleasedStatistics(_build_full_header(context, ledger, plan, n, new_release.digest), vector)
 
 
-def _build_terms(context: RunContext) -> PrivacyTerms:
-    (site,) = context.sites
-    is_synthetic = context.open_data(site.name).is_synthetic()
-    guarantee = "none" if is_synthetic else privacy_account.find_guarantee(context.method, context.pipeline)
-    return privacy_account.build_terms(site, context.pipeline, guarantee)
-
-
-def _plan_release(context: RunContext, ledger: PrivacyLedger) -> tuple[Cohort, PrivacyUnits, PrivacyPlan | None]:
-    """Return the training rows of a site, their privacy units and the plan of a new release."""
+def _compute_statistics(context: RunContext, ledger: PrivacyLedger) -> tuple[SharedHead, PrivacyPlan | None, int]:
+    """Return the head with the statistics of a new release, exact and noisy, its plan and the number of units."""
     (site,) = context.sites
     data = context.open_data(site.name)
     data.require_current()
@@ -199,16 +197,17 @@ def _plan_release(context: RunContext, ledger: PrivacyLedger) -> tuple[Cohort, P
     ]
     past = [ledger_round.mechanism for ledger_round in counted_rounds if ledger_round.mechanism]
     plan = privacy_account.plan_round(site, context.pipeline, units.n, past=past, is_single_release=True)
-    return train, units, plan
+    head = _sum_examples(context, train, units, plan, ledger.terms.delta)
+    return head, plan, units.n
 
 
-def _fill_header(
-    context: RunContext, ledger: PrivacyLedger, units: PrivacyUnits, plan: PrivacyPlan | None, digest: str
+def _build_full_header(
+    context: RunContext, ledger: PrivacyLedger, plan: PrivacyPlan | None, n: int, digest: str
 ) -> StatisticsHeader:
     (site,) = context.sites
     return StatisticsHeader(
         site=site.name,
-        n=units.n,
+        n=n,
         sigma=plan.sigma if plan else 0.0,
         epsilon=ledger.epsilon(),
         delta=ledger.terms.delta,

@@ -6,6 +6,7 @@ A source is refused on any sign that it is of a hospital's patients, unless decl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ _PUBLIC_HINT = "results from it leave without any ε: give public reference slid
 
 
 def require_public(study: Study, source: Path, find_private: Callable[[], PrivateSlides] | None = None) -> None:
-    """Refuse a slide, picture or feature store of a hospital's patients.
+    """Refuse a slide, picture, patch or feature store of a hospital's patients.
 
     Such a source is in `stores/` of a study whose site of that name is not simulated, is a slide of a real site of the
     study (under any name), is a store of a real site, or is of no simulated site of the study and names patients,
@@ -187,34 +188,22 @@ def _is_dp_release(run: RunFolder, role: str) -> bool:
 
 
 def _require_public_store(study: Study, source: Path, find_private: Callable[[], PrivateSlides]) -> None:
-    with BagStore(source) as store:
-        if not _require_other_site(study, source, store.meta.site, store.patch_table):
+    with _open_store(source) as store:
+        site, table = store.meta.site, store.table if isinstance(store, PatchStore) else store.patch_table
+        if site in study.site_names():
+            if not _is_simulated(study, site):
+                raise UsageError(f"{source}: of real site {site}; {_PUBLIC_HINT}")
             return
-        names, rows = _list_names(store.patch_table), _hash_store(store)
+        if ((table.patient != "") & (table.patient != table.slide)).any():
+            raise UsageError(f"{source}: a store that names patients; {_PUBLIC_HINT}")
+        names, rows = _list_names(table), set[bytes]() if isinstance(store, PatchStore) else _hash_store(store)
     _require_other_slides(source, names, rows, find_private())
 
 
-def require_public_patches(study: Study, source: Path, store: PatchStore) -> None:
-    """Refuse an open patch store of a hospital's patients, as `require_public` does feature stores.
-
-    Raises:
-        UsageError: in one line that names the reason.
-    """
-    if (site := _find_site_by_place(source)) is not None:
-        raise UsageError(f"{source}: lies in the stores of real site {site}; {_PUBLIC_HINT}")
-    if _require_other_site(study, source, store.meta.site, store.table):
-        _require_other_slides(source, _list_names(store.table), set(), index_private_slides(study))
-
-
-def _require_other_site(study: Study, source: Path, site: str, table: PatchTable) -> bool:
-    """Refuse a store of a real site, or one that names patients; return whether it is of no site of the study."""
-    if site in study.site_names():
-        if not _is_simulated(study, site):
-            raise UsageError(f"{source}: of real site {site}; {_PUBLIC_HINT}")
-        return False
-    if ((table.patient != "") & (table.patient != table.slide)).any():
-        raise UsageError(f"{source}: a store that names patients; {_PUBLIC_HINT}")
-    return True
+def _open_store(source: Path) -> BagStore | PatchStore:
+    with suppress(WsiFlError):
+        return PatchStore(source)
+    return BagStore(source)
 
 
 def _find_site_by_slides(study: Study, source: Path) -> str | None:
