@@ -53,6 +53,7 @@ _N_PATCHES, _N_DRAWS = 6, 3
 _Z = 1.96
 _PICTURE_PX = 256
 _SIZE_TOLERANCE = 0.02
+_MAX_EXPONENT = 700.0  # of a float64
 _Floats = NDArray[np.float64]
 
 
@@ -204,7 +205,7 @@ def show_class_means(
         "classes": [*zip(means, strips, strict=True)],
         "is_declared": public,
         "chance": chance_similarity(sum(n_rows.values()), header.dimensions),
-        "odds": None if header.epsilon is None else exp(header.epsilon),
+        "odds": exp(min(header.epsilon or 0.0, _MAX_EXPONENT)),
         "made_from": label or f"the store of site {site}",
         "encode": lambda patch: encode_patch(patch.pixels, _PICTURE_PX),
     }
@@ -249,7 +250,7 @@ class _PatchSearch:
             try:
                 if not public:
                     require_public(self.study, path)
-                n_rows[path.name] = self._search_source(path, mpp)
+                n_rows[self.study.relative_path(path.resolve())] = self._search_source(path, mpp)
             except WsiFlError as error:
                 if path in sources or isinstance(error, UsageError):
                     raise
@@ -279,7 +280,7 @@ class _PatchSearch:
         for patches, cosines in zip(self.nearest, self.means @ _normalize_lengths(z.numpy()).T, strict=True):
             for k in np.argsort(-cosines, kind="stable")[:_N_PATCHES].tolist():
                 corner = (int(corners[k, 0]), int(corners[k, 1]))
-                place = (path.name, int(rows[k]), slides[k], corner, width)
+                place = (self.study.relative_path(path.resolve()), int(rows[k]), slides[k], corner, width)
                 patches.append(PublicPatch(float(cosines[k]), *place, pixels[k].copy()))
             patches[:] = sorted(patches, key=lambda patch: -patch.similarity)[:_N_PATCHES]
         return len(rows)
