@@ -17,6 +17,7 @@ import pages
 import reproduce
 import reproduce_tables
 import synthesis
+import what_leaves
 
 STUDIES = Path(pages.__file__).parent
 KEY = ("setting", "seed")
@@ -43,6 +44,12 @@ def test_the_table_of_the_ledgers_filter_is_that_of_its_rows():
     assert pages.fill_page(page, tables) == page, (
         "python studies/ledger_filter.py show --page docs/how-to/other-federations.md"
     )
+
+
+def test_the_table_of_what_leaves_is_that_of_its_rows():
+    page = (STUDIES / "TRIED.md").read_text("utf-8")
+    tables = what_leaves.render_tables(pages.read_rows(what_leaves.ROWS))
+    assert pages.fill_page(page, tables) == page, "python studies/what_leaves.py show --page studies/TRIED.md"
 
 
 def test_the_tables_of_proxyfl_are_those_of_its_rows():

@@ -1,8 +1,8 @@
 """`wsi-fl class-means`: a page with the public patches nearest to the class means in a site's statistics.
 
 A class mean is a point among projected public patches, so the patches nearest to it show what it says. Near is a small
-angle as seen from the mean of public examples, the origin of the projection: class means are much shorter than
-examples, and by Euclidean distance examples of small norm are near to the means of all classes.
+angle as seen from the mean of public examples, the origin of the projection. Class means are much shorter than
+examples, so that by Euclidean distance the length of an example would count more than its likeness.
 """
 
 from __future__ import annotations
