@@ -111,18 +111,17 @@ def list_audit_findings(audit: Json) -> Iterator[Finding]:
 
 
 def _list_source_findings(sources: Json | None) -> Iterator[Finding]:
-    """Yield what the releases tell of where records come from, where that is more than chance."""
-    records, chance = (sources["records"], 1 / len(sources["sites"])) if sources else ({}, 1.0)
-    told = {key: row for key, row in records.items() if row["interval"] and row["interval"][0] > chance}
-    if told and sources:
-        shares = " and of ".join(f"{format_percent(row['accuracy'])} of {key}" for key, row in told.items())
-        what = "class statistics" if sources["attack"] == "statistics" else "models"
-        reason = " Sites differ for unseen records too, which no ε of a row or patient limits." * ("unseen" in told)
-        yield Finding(
-            "unclear",
-            f"The {what} tell the site of {shares} {sources['unit']}s, where guessing has {format_percent(chance)}."
-            f"{reason}",
-        )
+    """Yield that the source of records was guessed better than by chance, for intervals above it."""
+    if not sources:
+        return
+    chance, records = 1 / len(sources["sites"]), sources["records"]
+    shares = {key: row["accuracy"] for key, row in records.items() if row["interval"] and row["interval"][0] > chance}
+    if shares:
+        release = "class statistics" if sources["attack"] == "statistics" else "models"
+        texts = " and ".join(f"{format_percent(share)} of {key}" for key, share in shares.items())
+        reason = " Sites differ, which no ε of a row or patient hides." if "unseen" in shares else ""
+        text = f"The {release} tell the site of {texts} {sources['unit']}s, chance {format_percent(chance)}.{reason}"
+        yield Finding("unclear", text)
 
 
 def build_source_table(audit: Json) -> list[list[str]]:

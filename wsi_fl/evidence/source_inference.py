@@ -93,12 +93,12 @@ def measure_accuracy(
             np.add.at(total, cluster, rows / np.bincount(cluster)[cluster, None])
         scores, clusters = sums, [np.arange(n) for n in n_patients]
     is_right = [rows.argmax(1) == k for k, rows in enumerate(scores)]
-    accuracy, interval = float(np.mean([right.mean() for right in is_right])), None
+    accuracy, interval = float(np.mean([hits.mean() for hits in is_right])), None
     if min(n_patients) > 1 and repeats:
         rng = np.random.default_rng(seed)
         sites = list(zip(is_right, clusters, n_patients, strict=True))
         draws = [
-            np.mean([np.average(right, weights=resample_clusters(rng, cluster, n)) for right, cluster, n in sites])
+            np.mean([np.average(hits, weights=resample_clusters(rng, cluster, n)) for hits, cluster, n in sites])
             for _ in range(repeats)
         ]
         low, high = (float(end) for end in np.quantile(draws, INTERVAL_QUANTILES))
@@ -244,7 +244,7 @@ def _score_statistics(
     if context.uses_files:
         vectors = [torch.from_numpy(statistics_of(context)[name].vector) for name in names]
 
-    def embed(examples: Cohort) -> _Array:
+    def embed_records(examples: Cohort) -> _Array:
         rows, size = np.arange(len(examples)), examples.at_once or _BATCH_RECORDS
         batches = load_batches(
             examples, iter(np.split(rows, range(size, len(rows), size))), augment=None, device=device
@@ -256,6 +256,6 @@ def _score_statistics(
 
     sites, covariance = [read_class_means(head, vector) for vector in vectors], head.covariance.numpy()
     return {
-        key: score_class_means([*map(embed, cohorts)], [*map(list_labels, cohorts)], sites, covariance)
+        key: score_class_means([*map(embed_records, cohorts)], [*map(list_labels, cohorts)], sites, covariance)
         for key, cohorts in groups.items()
     }
