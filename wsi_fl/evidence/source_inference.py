@@ -171,7 +171,8 @@ def attack_sources(
         load_released: loads the model of a site as it left the site, or the head with its released statistics.
 
     Returns:
-        None where there are fewer than two sites, or where nobody can read the release of a single one.
+        None where there are fewer than two sites, or where nobody can read the release of a single one. Bounds are None
+            unless the ε of all sites is guaranteed.
     """
     audits = [row for row in audits if not context.uses_files or row["site"] in context.statistics]
     by_statistics, n, names = context.method.payload.is_single_release, len(audits), [row["site"] for row in audits]
@@ -191,7 +192,7 @@ def attack_sources(
         if context.task.kind == "classes" and "training" in groups:
             by_label = guess(_score_labels(groups["training"], cohorts))["accuracy"]
         records[key] = {**guess(scores[key]), "by_label": by_label}
-    has_epsilon = is_trained_with_dp(context, role) and all(row["guarantee"] != "none" for row in audits)
+    has_epsilon = is_trained_with_dp(context, role) and all(row["guarantee"] == "guaranteed" for row in audits)
     epsilons, delta = [row["epsilon"] for row in audits], max(row["delta"] for row in audits)
     epsilon = max(epsilons) if has_epsilon and None not in epsilons else None
     bounds = {"bound": bound_accuracy, "bound_whole_sites": bound_whole_sites}
