@@ -167,7 +167,7 @@ def test_records_of_sites_that_differ_are_told_apart_and_of_like_sites_are_not(t
         assert low <= 1 / 3 <= high if study is like else low > (0.8 if method == "oneshot" else 1 / 3)
     print_lines(render_audit_lines(document))
     page, told = write_report(apart, run).read_text(), capsys.readouterr().err
-    assert "Source inference" in page and "true site" in page and "no ε per row limits that" in page
+    assert "Source inference" in page and "true site" in page and "no ε per row bounds that" in page
     assert "source inference" in told and "tell the site of" in " ".join(told.split())
 
 

@@ -119,7 +119,7 @@ def _list_source_findings(sources: Json | None) -> Iterator[Finding]:
     if shares:
         release = "class statistics" if sources["attack"] == "statistics" else "models"
         texts = " and ".join(f"{format_percent(share)} of {key}" for key, share in shares.items())
-        reason = " Sites differ, which no ε of a row or patient hides." if "unseen" in shares else ""
+        reason = " Sites differ, which no ε of a row or patient bounds." if "unseen" in shares else ""
         text = f"The {release} tell the site of {texts} {sources['unit']}s, chance {format_percent(chance)}.{reason}"
         yield Finding("unclear", text)
 
