@@ -190,7 +190,7 @@ def attack_sources(
         )
         by_label = None
         if context.task.kind == "classes" and "training" in groups:
-            by_label = guess(_score_labels(groups["training"], cohorts))["accuracy"]
+            by_label = guess(_score_labels(groups["training"], cohorts), repeats=0)["accuracy"]
         records[key] = {**guess(scores[key]), "by_label": by_label}
     has_epsilon = is_trained_with_dp(context, role) and all(row["guarantee"] == "guaranteed" for row in audits)
     epsilons, delta = [row["epsilon"] for row in audits], max(row["delta"] for row in audits)
