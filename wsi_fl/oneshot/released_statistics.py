@@ -274,8 +274,8 @@ def refuse_mismatch(header: StatisticsHeader, expected: Mapping[str, Any], label
         if not is_equal:
             raise UsageError(
                 f"{label}: statistics with {key} = {_format_value(file_value)}, but here it is "
-                f"{_format_value(value)}; put the settings back, or release again (wsi-fl statistics --site {header.site} --again), which spends "
-                "the same ε again"
+                f"{_format_value(value)}; put the settings back, or release again (wsi-fl statistics --site "
+                f"{header.site} --again), which spends the same ε again"
             )
 
 
