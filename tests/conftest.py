@@ -204,11 +204,12 @@ def published(folder: Path, name: str, seed: int = 0) -> Path:
     return path
 
 
-def write_features(study: Study, site: str, x, labels, patients, splits, *slides) -> None:
+def write_features(study: Study, site: str, x, labels, patients, splits, *slides, golden=(), size_px=8) -> None:
     """Write a store of the features float32[n, d] of patches without a patch store.
 
     Args:
         slides: the slide of each patch; all are of one where this is left out.
+        golden: vectors of the golden patches.
     """
     from wsi_fl.stores.bag_store import BagMeta
 
@@ -223,7 +224,7 @@ def write_features(study: Study, site: str, x, labels, patients, splits, *slides
         np.asarray(splits),
     )
     study.store_path(site).unlink(missing_ok=True)
-    meta = BagMeta(site, CLASSES, "tiny sha256:0", GridSpec(8, 0.5, 8), "features")
+    meta = BagMeta(site, CLASSES, "tiny sha256:0", GridSpec(size_px, 0.5, size_px), "features", golden=golden)
     write_patches_as_bags(path, meta, table, np.asarray(x, np.float32))
 
 

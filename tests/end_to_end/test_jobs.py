@@ -96,6 +96,18 @@ def test_a_job_waits_for_slides_of_others_and_takes_those_of_dead_ones(study, ca
     assert {name: data for name, data in files_of(study).items() if JOBS_FOLDER not in name} == calm[0]
 
 
+def test_a_job_says_how_many_slides_it_took_over_from_dead_ones(study, calm):
+    key = seen_key(study)
+    folder = study.root / "stores" / "C1"
+    with join_work(folder, key, "site C1") as dead:
+        assert dead.claim_item("plans", "patient_000_node_0") and dead.claim_item("plans", "patient_001_node_0")
+        for heartbeat in folder.glob(f"{JOBS_FOLDER}/*/jobs/*"):
+            heartbeat.unlink()
+        job = start(study)
+        _, told = job.communicate(timeout=60)
+    assert job.returncode == 0 and "C1: took over 2 of the slides from jobs that died" in told, told
+
+
 def seen_key(study):
     """Return the key of the work of `COMMAND`, as a job that is killed leaves it."""
     job = start(study)
@@ -177,9 +189,10 @@ def test_parts_do_their_slides_and_the_last_one_closes_the_store(study, calm, ws
     first, _ = tile_part(2)
     shards = study.root / "stores" / "C1" / "slides"
     assert first["sites"] == [] and first["next"] == [] and len(list(shards.glob("*.h5"))) == 4
-    assert first["parts"] == [{"site": "C1", "part": "2/3", "closed": False, "done": 4, "slides": 12, "missing": 8}]
+    row = {"site": "C1", "part": "2/3", "closed": False, "done": 4, "slides": 12, "missing": 8, "missing_parts": [1, 3]}
+    assert first["parts"] == [row]
     done = wsi_fl("tile", "--site", "C1", "--part", "1/3", *flags(SETTINGS), cwd=study.root)
-    line = "part 1/3 is done (4 slides by this job); 4 of 12 slides are missing"
+    line = "part 1/3 is done (4 slides by this job); 4 of 12 slides are missing (part 3)"
     assert done.returncode == 0 and line in done.stderr and "`wsi-fl tile --site C1`" in done.stderr
     assert not study.store_path("C1").exists()
     last, _ = tile_part(3)
@@ -187,6 +200,15 @@ def test_parts_do_their_slides_and_the_last_one_closes_the_store(study, calm, ws
     assert files_of(study) == calm[0]
     done = wsi_fl("tile", "--site", "C1", "--part", "4/3", cwd=study.root)
     assert done.returncode == 2 and "--part 4/3" in done.stderr
+
+
+def test_parts_of_another_number_are_told_and_lose_no_slide(study, calm, capfd):
+    tile_slides(study, site="C1", overrides=SETTINGS, part=Part(1, 3))
+    (row,) = tile_slides(study, site="C1", overrides=SETTINGS, part=Part(2, 2))["parts"]
+    assert "  C1: --part 2/2 beside earlier parts of 3: some slides may be in none" in capfd.readouterr().err
+    assert (row["missing"], row["missing_parts"]) == (4, [1])  # of slides 0, 3, 6, 9 and 1, 3, 5, 7, 9, 11 of 12
+    (row,) = tile_slides(study, site="C1", overrides=SETTINGS)["sites"]
+    assert row["done"] == 4 and files_of(study) == calm[0]
 
 
 def test_a_call_without_a_part_does_what_is_missing_and_closes(study, calm):

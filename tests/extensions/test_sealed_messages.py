@@ -364,7 +364,7 @@ def test_a_site_that_ends_after_a_gathering_does_not_keep_others_from_completing
         return heard
 
     found = together(identities, work, meddle=meddle)
-    assert ended_s and found == dict.fromkeys(NAMES, [Said(n=k) for k in range(3)])
+    assert ended_s and found == {name: [Said(n=k) for k in range(3)] for name in NAMES}
 
 
 def test_a_restarted_process_is_noticed(identities):

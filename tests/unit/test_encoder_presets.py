@@ -1,6 +1,7 @@
 """Encoder presets: names and shapes of weights, normalization of pixels, and refusal of unsafe files."""
 
 import pickle
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -91,7 +92,14 @@ def test_transformers_5_weight_names_are_converted_to_timm(name):
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [("UNI2", "did you mean 'uni2-h'?"), ("conch_v1", "wsi-fl import"), ("titan", "whole slide"), ("musk", "import")],
+    [
+        ("UNI2", "did you mean 'uni2-h'?"),
+        ("GenBio_PathFM", "did you mean 'genbio-pathfm'?"),
+        ("conch_v1", "wsi-fl import"),
+        ("titan", "whole slide"),
+        ("musk", "import"),
+        ("rudolfv2-s", "runs code of its authors"),
+    ],
 )
 def test_an_unknown_preset_is_refused_with_advice(name, word):
     refused(lambda: Encoder(name), word)
@@ -198,9 +206,69 @@ def test_the_own_names_of_dinov2_with_registers_compute_the_same_as_those_of_tra
         torch.testing.assert_close(models[1].forward_features(pixels), expected, atol=1e-5, rtol=1e-4)
 
 
+def dinov3_by_hand(state, images, heads):
+    """Compute the class tokens of a block of DINOv3 without biases of queries, keys and values, as in its paper."""
+
+    def linear(x, name):
+        return functional.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
+
+    def norm(x, name):
+        return functional.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], 1e-6)
+
+    patches = functional.conv2d(images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=16)
+    side, first = patches.shape[-1], torch.cat([state["cls_token"], state["storage_tokens"]], 1)
+    x = torch.cat([first.expand(len(images), -1, -1), patches.flatten(2).mT], 1)
+    q, k, v = (
+        linear(norm(x, "blocks.0.norm1"), "blocks.0.attn.qkv").unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    )
+    quarter = q.shape[-1] // 4
+    places = 2 * (torch.arange(side) + 0.5) / side - 1
+    grid = torch.stack(torch.meshgrid(places, places, indexing="ij"), -1).reshape(-1, 2, 1)
+    angles = (2 * torch.pi * grid / 100 ** (torch.arange(quarter) / quarter)).flatten(1).tile(2)
+
+    def rotate(x):
+        low, high = x[..., 5:, :].chunk(2, -1)
+        return torch.cat([x[..., :5, :], x[..., 5:, :] * angles.cos() + torch.cat([-high, low], -1) * angles.sin()], 2)
+
+    attention = ((rotate(q) @ rotate(k).mT) / q.shape[-1] ** 0.5).softmax(-1) @ v
+    y = linear(attention.transpose(1, 2).flatten(2), "blocks.0.attn.proj")
+    x = x + state["blocks.0.ls1.gamma"] * y
+    y = norm(x, "blocks.0.norm2")
+    y = linear(functional.silu(linear(y, "blocks.0.mlp.w1")) * linear(y, "blocks.0.mlp.w2"), "blocks.0.mlp.w3")
+    return norm(x + state["blocks.0.ls2.gamma"] * y, "norm")[:, 0]
+
+
+def test_genbio_pathfm_joins_the_class_tokens_of_the_three_channels(tmp_path, monkeypatch):
+    whole, d = PRESETS["genbio-pathfm"], 48
+    sizes = {"embed_dim": d, "depth": 1, "num_heads": 2}
+    narrow = replace(whole, n_features=3 * d, arguments=whole.arguments | sizes)
+    monkeypatch.setitem(PRESETS.builtin, "genbio-pathfm", narrow)
+    shapes = {"cls_token": (1, 1, d), "storage_tokens": (1, 4, d), "patch_embed.proj.weight": (d, 1, 16, 16)}
+    shapes |= {"rope_embed.periods": (6,), "patch_embed.proj.bias": (d,), "norm.weight": (d,), "norm.bias": (d,)}
+    linear = {"attn.qkv": (3 * d, d), "attn.proj": (d, d), "mlp.w1": (128, d), "mlp.w2": (128, d), "mlp.w3": (d, 128)}
+    shapes |= {f"blocks.0.{name}.weight": shape for name, shape in (linear | {"norm1": (d,), "norm2": (d,)}).items()}
+    shapes |= {f"blocks.0.{name}.bias": (shape[0],) for name, shape in linear.items() if name != "attn.qkv"}
+    shapes |= {f"blocks.0.{name}": (d,) for name in ("norm1.bias", "norm2.bias", "ls1.gamma", "ls2.gamma")}
+    generator = torch.Generator().manual_seed(0)
+    small = ("cls_token", "patch_embed")  # numbers that tell the epsilon of norms
+    state = {
+        name: torch.randn(shape, generator=generator) * (0.005 if name.startswith(small) else 0.3)
+        for name, shape in shapes.items()
+    }
+    torch.save(state, path := tmp_path / "model.pth")
+    patches = np.random.default_rng(0).integers(0, 256, (2, 224, 224, 3)).astype(np.uint8)
+    colours = torch.tensor(GENBIO).view(2, 1, 3, 1, 1)
+    images = (torch.from_numpy(patches).permute(0, 3, 1, 2) / 255 - colours[0]) / colours[1]
+    channels = [dinov3_by_hand(state, images[:, k : k + 1], heads=2) for k in range(3)]
+    encoder = Encoder("genbio-pathfm", path)
+    np.testing.assert_allclose(encoder(patches), torch.cat(channels, 1).numpy(), atol=1e-4)
+    assert encoder.n_features == 3 * d and "mean 0.697 0.575 0.728" in encoder.label
+
+
 IMAGENET, HALF = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,) * 3, (0.5,) * 3)
 BIOPTIMUS = ((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517))
 LUNIT = ((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574, 0.20723464))
+GENBIO = ((0.697, 0.575, 0.728), (0.188, 0.240, 0.187))
 HIBOU = ((0.7068, 0.5755, 0.722), (0.195, 0.2316, 0.1816))
 PUBLISHED = {  # colours, short side after resizing, crop, interpolation, d, millions of parameters
     "gigapath-flash": (IMAGENET, 256, 224, "bicubic", 384, 21.7),
@@ -227,6 +295,7 @@ PUBLISHED = {  # colours, short side after resizing, crop, interpolation, d, mil
     "openmidnight": (IMAGENET, 224, 224, "bilinear", 1536, 1134.8),
     "gpfm": (IMAGENET, 224, 224, "bicubic", 1024, 303.2),
     "mstar": (IMAGENET, 224, 224, "bicubic", 1024, 303.4),
+    "genbio-pathfm": (GENBIO, 224, 224, "bilinear", 4608, 1133.7),
 }
 
 

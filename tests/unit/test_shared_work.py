@@ -86,11 +86,11 @@ def test_items_of_a_killed_process_are_free_at_once_and_its_outcomes_remain(tmp_
 def test_items_of_another_machine_are_free_when_its_heartbeat_is_old_by_the_disks_clock(tmp_path, monkeypatch):
     with join(tmp_path) as there:
         there.claim_item("p", "x")
-        edit_heartbeats(tmp_path, seconds_ago=shared_work._SILENT_S - 20)
+        edit_heartbeats(tmp_path, seconds_ago=shared_work.SILENT_S - 20)
         with join(tmp_path) as here:
             monkeypatch.setattr(shared_work.time, "time", lambda: 4e9)  # this machine's clock is not asked
             assert not here.claim_item("p", "x") and not here.is_resumed
-        edit_heartbeats(tmp_path, seconds_ago=shared_work._SILENT_S + 20)
+        edit_heartbeats(tmp_path, seconds_ago=shared_work.SILENT_S + 20)
         with join(tmp_path) as here:
             assert here.claim_item("p", "x") and here.is_resumed
             there.record_outcome("p", "x", "late")  # it lives, and did the item too
@@ -158,8 +158,8 @@ def test_after_a_pause_of_the_disk_nobody_is_taken_for_dead(tmp_path):
     with join(tmp_path) as there, join(tmp_path) as here:
         there.claim_item("p", "x")
         here._write_heartbeat()
-        here._beat_time -= 2 * shared_work._SILENT_S
-        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work._SILENT_S)
+        here._beat_time -= 2 * shared_work.SILENT_S
+        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work.SILENT_S)
         here._write_heartbeat()
         assert not here.claim_item("p", "x")
 
@@ -170,7 +170,7 @@ def test_who_was_taken_for_dead_cannot_write_after_the_end(tmp_path):
         sleeper.claim_item("p", "x")
         with pytest.raises(WorkEnded), sleeper.stage_file(target) as staged:
             write_bytes(staged, b"old")
-            edit_heartbeats(tmp_path, seconds_ago=2 * shared_work._SILENT_S)
+            edit_heartbeats(tmp_path, seconds_ago=2 * shared_work.SILENT_S)
             with join(tmp_path, OTHER_KEY) as work, work.stage_file(target) as new:
                 new.write_bytes(b"new")
                 sleeper_folder = sleeper.path
@@ -195,7 +195,7 @@ def test_finished_work_does_not_wait_for_a_stopped_process(tmp_path, monkeypatch
 
     with join(tmp_path) as stopped:
         stopped.finish_work()
-        edit_heartbeats(tmp_path, machine=None, seconds_ago=2 * shared_work._SILENT_S)
+        edit_heartbeats(tmp_path, machine=None, seconds_ago=2 * shared_work.SILENT_S)
         monkeypatch.setattr(time, "sleep", fail)
         with join(tmp_path) as work:
             assert work.path != stopped.path and work.claim_item("p", "x")
@@ -235,14 +235,14 @@ def test_finished_work_is_removed_by_the_last_and_unfinished_work_is_kept_for_it
 
 def test_work_that_is_kept_is_not_dropped_for_other_work_before_it_is_finished(tmp_path):
     with join(tmp_path) as work:
-        work.keep_unfinished()
+        assert work.keep_unfinished("3") == "3" == work.keep_unfinished("2")  # the first one's
         folder = work.path.parent
     words = "site C1:", "finished parts of unfinished work (tile)", f"{folder}", "or delete that folder"
     for other in (join(tmp_path, OTHER_KEY), site_lock(tmp_path, "C1"), site_lock(tmp_path, "C1", wait=True)):
         refused(other.__enter__, *words, error=WsiFlError)
     (folder / work.path.name / "work.json").write_text("")  # nobody can finish it
     with join(tmp_path, OTHER_KEY) as other:
-        other.keep_unfinished()
+        other.keep_unfinished("2")
         other.finish_work()
     with join(tmp_path) as work:
         assert work.path != other.path
@@ -254,7 +254,7 @@ def test_other_work_at_the_same_time_is_refused_in_one_line_that_names_the_proce
         refused(join(tmp_path, OTHER_KEY).__enter__, "with other settings", who, error=WsiFlError)
         refused(join(tmp_path, WorkKey("import", "a")).__enter__, "another wsi-fl command", who, error=WsiFlError)
         refused(site_lock(tmp_path, "C1").__enter__, "site C1: another wsi-fl command is writing", error=WsiFlError)
-        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work._SILENT_S)
+        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work.SILENT_S)
         with site_lock(tmp_path, "C1"):
             pass
     with pytest.raises(ZeroDivisionError), site_lock(tmp_path, "C1"):
@@ -265,10 +265,10 @@ def test_other_work_at_the_same_time_is_refused_in_one_line_that_names_the_proce
 def test_who_works_alone_keeps_others_out_though_it_is_suspended_where_there_are_locks(tmp_path, monkeypatch):
     target = tmp_path / "x.h5"
     with pytest.raises(WorkEnded), site_lock(tmp_path, "C1") as sleeper:
-        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work._SILENT_S)
+        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work.SILENT_S)
         refused(site_lock(tmp_path, "C1").__enter__, "site C1: another wsi-fl command is writing", error=WsiFlError)
         sleeper.require_presence()
-        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work._SILENT_S)
+        edit_heartbeats(tmp_path, seconds_ago=2 * shared_work.SILENT_S)
         monkeypatch.setattr(files.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks")))
         with site_lock(tmp_path, "C1"):
             pass

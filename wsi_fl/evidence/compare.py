@@ -211,6 +211,7 @@ class _MethodRow:
             "settings": self.settings,
             "guarantee": weakest,
             "epsilon": max(epsilons) if private else None,
+            "unit": " or ".join(sorted({site["unit"] for site in sites})),
             "seeds": sorted({run.seed for run in self.runs}),
             "folds": sorted({member.fold for member in members if member.fold is not None}),
             "left_out": sorted({member.left_out for member in members if member.left_out is not None}),
@@ -403,7 +404,8 @@ def render_comparison_lines(document: Json) -> Lines:
     names = [formatting.SHORT_SCORES.get(name, formatting.SCORES[name].lower()) for name in document["scores"]]
     rows = []
     for row in document["rows"]:
-        epsilon_text = formatting.DASH if row["epsilon"] is None else f"{row['epsilon']:.1f} {row['guarantee']}"
+        cost = f"{row['epsilon'] or 0:.1f} {row['guarantee']} per {row['unit']}"
+        epsilon_text = formatting.DASH if row["epsilon"] is None else cost
         numbers = (formatting.format_spread(row[metric], 2) for metric in document["scores"])
         parts = len(row["folds"]) or len(row["left_out"])
         repeats = f"{len(row['seeds'])}" + (f" × {parts}" if parts else "")

@@ -172,14 +172,15 @@ def _compare_vectors(documents: Sequence[Mapping[str, Any]]) -> tuple[list[str],
 def _find_odd(label: str, values: Mapping[str, Any]) -> str:
     """Describe the sites whose value differs from the most frequent one; "" for none."""
     texts = {site: json.dumps(value, sort_keys=True, ensure_ascii=False) for site, value in values.items()}
-    usual, count = Counter(texts.values()).most_common(1)[0]
+    counts = Counter(texts.values())
+    usual = max(counts, key=lambda text: (counts[text], text == json.dumps(_SAME)))
     odd = [f"{_shorten(site)} has {_format_value(text)}" for site, text in texts.items() if text != usual]
     if not odd:
         return ""
     listed = odd[:_MAX_SITES_LISTED] + (
         [f"{len(odd) - _MAX_SITES_LISTED} more have something else"] if len(odd) > _MAX_SITES_LISTED else []
     )
-    majority = "the others" if count > 1 else next(_shorten(s) for s, text in texts.items() if text == usual)
+    majority = "the others" if counts[usual] > 1 else next(_shorten(s) for s, text in texts.items() if text == usual)
     return f"{'; '.join(listed)} as {label}, {majority} {_format_value(usual)}"
 
 

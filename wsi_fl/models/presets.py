@@ -123,6 +123,7 @@ _HALF = Transform((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 224, "bilinear")
 _GIGAPATH = replace(_IMAGENET_BICUBIC, resize_px=256)
 _BIOPTIMUS = Transform((0.707223, 0.578729, 0.703617), (0.211883, 0.230117, 0.177517), 224, "bicubic")
 _LUNIT = Transform((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574, 0.20723464), 224, "bicubic", 248)
+_GENBIO = Transform((0.697, 0.575, 0.728), (0.188, 0.240, 0.187), 224, "bilinear")
 _HIBOU = Transform((0.7068, 0.5755, 0.722), (0.195, 0.2316, 0.1816), 224, "bicubic")
 
 _APACHE, _NO_DERIVATIVES, _ON_CARD = "Apache 2.0", "CC BY-NC-ND 4.0", "see the model card"
@@ -131,6 +132,7 @@ _CLASS_AND_MEAN: Pooling = "class token and mean of patches"
 _224: dict[str, object] = {"img_size": 224}
 _SCALED = {**_224, "init_values": 1e-5}
 _WIDE = {"mlp_ratio": 5.33334}
+_GENBIO_SIZE = {"embed_dim": 1536, "depth": 40, "num_heads": 24, "mlp_ratio": 8 / 3}
 _UNI2 = {"embed_dim": 1536, "depth": 24, "num_heads": 24, "reg_tokens": 8, "no_embed_class": True}
 
 
@@ -159,6 +161,12 @@ def _lunit_preset(name: str, n_parameters: int) -> Preset:
 def _hibou_preset(name: str, n_features: int, n_parameters: int, hub_id: str, mlp_ratio: float) -> Preset:
     arguments = {**_224, "mlp_ratio": mlp_ratio}
     return Preset(name, n_features, n_parameters, _HIBOU, hub_id, _APACHE, (), arguments=arguments, swiglu=True)
+
+
+def _build_genbio(weights: Path | None) -> nn.Module:
+    from wsi_fl.models.genbio import build_genbio  # and with it PyTorch
+
+    return build_genbio(weights)
 
 
 _OWKIN = "Owkin non-commercial"
@@ -233,6 +241,15 @@ _BUILTIN_PRESETS = {
     ),
     "mstar": Preset(
         "vit_large_patch16_224", 1024, 303350784, _IMAGENET_BICUBIC, "Wangyh/mSTAR", _ON_CARD, arguments=_SCALED
+    ),
+    "genbio-pathfm": Preset(
+        *("vit_7b_patch16_dinov3", 4608, 1133686784, _GENBIO, "genbio-ai/genbio-pathfm"),
+        licence="GenBio AI Community, non-commercial",
+        mpp=(),
+        pooling="the model's own pooling",
+        arguments={**_224, "in_chans": 1, "global_pool": "token", **_GENBIO_SIZE},
+        build=_build_genbio,
+        hub_files=("model.pth",),
     ),
 }
 
@@ -338,7 +355,7 @@ _UNSUPPORTED = {
     **dict.fromkeys(("titan", "prism"), "makes one vector of a whole slide"),
     **dict.fromkeys(("musk", "ctranspath"), "has an architecture of its own"),
     "keep": "has a projection of its own",
-    **dict.fromkeys(("rudolfv2", "genbiopathfm"), "runs code of its authors"),
+    "rudolfv2": "runs code of its authors",
     "distillpath": "has a crop that could not be verified",
 }
 """Reasons why encoders are not presets, by the prefix of their names."""

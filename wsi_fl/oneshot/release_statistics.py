@@ -27,6 +27,7 @@ from wsi_fl.oneshot.released_statistics import (
     build_header,
     read_statistics,
     refuse_mismatch,
+    refuse_other_features,
     write_statistics,
 )
 from wsi_fl.oneshot.shared_head import SharedHead
@@ -106,6 +107,7 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
             label, statistics = known_copy
             round_ = site_ledger.require_release(ledger, STATISTICS_RUN, digest_values(statistics.vector), label)
             refuse_mismatch(statistics.header, build_header(data), f"site {site.name} has released")
+            refuse_other_features(data, [statistics.header])
             work.require_presence()
             if not round_.final:
                 ledger.release_again(round_.number, statistics.vector, schema="sums")

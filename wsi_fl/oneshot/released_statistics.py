@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from wsi_fl.federation.preflight import compare_sites
 from wsi_fl.privacy.ledger_file import Guarantee, digest_values
 from wsi_fl.stages.site.site_data import SiteData
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, TargetSettings
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.tensors import load_tensors, save_tensors
-from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError, encoder_differences
+from wsi_fl.types import Bags, NoCommonPlan, UsageError, Vectors, WsiFlError, encoder_differences
 
 if TYPE_CHECKING:
     from wsi_fl.oneshot.projection import Projection
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 STATISTICS_RUN = "oneshot"
 """Name of the release in ledgers."""
+_FEATURE_KEYS = {"size_px", "mpp", "golden"}
+"""Keys of the header that `refuse_other_features` compares."""
 _DAMAGED_HINT = "copy the file from its site again, or put its backup back"
 """Hint for damaged statistics."""
 
@@ -38,6 +41,8 @@ class StatisticsHeader(BaseModel):
         site: the releasing site.
         data, example: of a row, see `train.data` and `train.example`.
         encoder, n_features: of the features.
+        size_px, mpp: of the patches; 0 in files of earlier versions, which have no golden vectors either.
+        golden: the encoder's vectors of the golden patches (`wsi_fl.models.golden`); empty where unknown.
         classes: of the labels; for other tasks the names of outputs.
         task: `[target]` in full; empty for labels of stores.
         dimensions, projection: number of directions, and SHA-256 of the projection.
@@ -54,6 +59,9 @@ class StatisticsHeader(BaseModel):
     example: Literal["patch", "slide", "patient"]
     encoder: str
     n_features: int = Field(ge=1)
+    size_px: int = Field(0, ge=0)
+    mpp: float = Field(0.0, ge=0)
+    golden: list[float | None] = Field([], max_length=1000)
     classes: list[str] = Field(min_length=1)
     task: str = ""
     dimensions: int = Field(ge=0)
@@ -94,10 +102,11 @@ class ReleasedStatistics:
 
 
 def write_statistics(path: Path, statistics: ReleasedStatistics) -> None:
-    """Write a released file."""
+    """Write a released file; one of an earlier version is copied byte for byte."""
     import torch
 
-    save_tensors(path, {"sums": torch.from_numpy(statistics.vector)}, statistics.header.model_dump())
+    facts = statistics.header.model_dump(exclude_unset=True)
+    save_tensors(path, {"sums": torch.from_numpy(statistics.vector)}, facts)
 
 
 def encode_file(statistics: ReleasedStatistics) -> bytes:
@@ -186,11 +195,15 @@ def build_header(data: SiteData) -> dict[str, Any]:
     """Return the header fields of statistics that match a site's store and pipeline."""
     assert isinstance(data.shape, Bags | Vectors)
     pipeline, projection = data.pipeline, load_projection(data)
+    inputs, spec = data.describe_inputs(), data.store.meta.spec
     return {
         "data": pipeline.train.data,
         "example": pipeline.example_level,
-        "encoder": data.describe_inputs()["encoder"],
+        "encoder": inputs["encoder"],
         "n_features": data.shape.n_features,
+        "size_px": spec.size_px,
+        "mpp": spec.mpp,
+        "golden": inputs["golden"],
         "classes": list(data.classes),
         "task": pipeline.target.model_dump_json(exclude_defaults=True) if pipeline.target.is_set else "",
         "dimensions": projection.n_components,
@@ -234,11 +247,28 @@ def open_projection(study: Study, path: str) -> Projection:
     return read_projection(file, study.relative_path(file))
 
 
+def refuse_other_features(data: SiteData, headers: Iterable[StatisticsHeader]) -> None:
+    """Refuse statistics of other features than those of a site's store, or of each other; UsageError names the odd one.
+
+    As in the preflight, golden vectors and the field of view are compared where all sides have them.
+    """
+    store = build_header(data) | {"site": f"the store of {data.site}"}
+    documents = [store, *(header.model_dump() for header in headers)]
+    any_patch_size = data.pipeline.train.any_patch_size or not all(document["size_px"] for document in documents)
+    settings = {"settings": {"train.any_patch_size": any_patch_size}}
+    try:
+        compare_sites([document | settings for document in documents])
+    except NoCommonPlan as error:
+        raise UsageError(
+            f"released statistics: {error}; extract the features of the odd one anew; another release spends ε again"
+        ) from None
+
+
 def refuse_mismatch(header: StatisticsHeader, expected: Mapping[str, Any], label: str) -> None:
     """Refuse statistics that do not match this plan, naming the first difference."""
     for key, value in expected.items():
         file_value = getattr(header, key)
-        is_equal = file_value == value
+        is_equal = file_value == value or key in _FEATURE_KEYS
         if key == "encoder":
             is_equal = not any(encoder_differences([str(file_value), str(value)]))
         if not is_equal:

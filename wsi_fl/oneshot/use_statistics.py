@@ -17,6 +17,7 @@ from wsi_fl.oneshot.released_statistics import (
     has_patient_means,
     load_projection,
     refuse_mismatch,
+    refuse_other_features,
 )
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.types import Bags, Vectors, WsiFlError
@@ -31,6 +32,7 @@ def use_statistics(method: Method, data: SiteData, site: Site, released: Mapping
     """Load released statistics into a site's global head, or as start of its exchanged model.
 
     Raises:
+        UsageError: for statistics of another plan or of other features.
         WsiFlError: for statistics that no honest site would release.
     """
     if method.uses_files:
@@ -45,6 +47,7 @@ def use_statistics(method: Method, data: SiteData, site: Site, released: Mapping
         values, facts = torch.from_numpy(statistics.vector), statistics.header
         if problem := explain_invalid_statistics(head.layout, values, facts.n, facts.sigma, rows=facts.unit == "row"):
             raise WsiFlError(f"{label}: no statistics of {facts.n} {facts.unit}s: {problem}; ask its site for the file")
+    refuse_other_features(data, [statistics.header for statistics in released.values()])
     exact = np.mean([statistics.vector.astype(np.float64) for statistics in released.values()], axis=0)
     mean = np.asarray(exact, np.float32)
     if method.uses_files:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from wsi_fl.system.files import JOBS_FOLDER, LocksUnavailable, file_lock
-from wsi_fl.system.shared_work import SharedWork, WorkEnded, Worker, WorkKey, create_work, find_work
+from wsi_fl.system.file_names import drop_companions, is_companion
+from wsi_fl.system.files import JOBS_FOLDER, LocksUnavailable, file_lock, raise_if_full, remove_leftovers, write_text
+from wsi_fl.system.shared_work import (
+    SILENT_S,
+    SharedWork,
+    WorkEnded,
+    Worker,
+    WorkKey,
+    require_missing,
+    temporary_folder,
+)
 from wsi_fl.types import WsiFlError
 
 _LOCK = ".lock"
@@ -38,9 +49,9 @@ def join_work(folder: Path, key: WorkKey, label: str, *, group: str = "", wait: 
     folder.mkdir(parents=True, exist_ok=True)
     errors: list[OSError] = []
     while True:
-        work = find_work(folder, group or secrets.token_hex(6))
+        work = _find_work(folder, group or secrets.token_hex(6))
         if work is None:
-            if error := create_work(folder, key):
+            if error := _create_work(folder, key):
                 errors.append(error)
             if len(errors) > _MAX_ATTEMPTS:
                 raise errors[-1]
@@ -67,6 +78,42 @@ def join_work(folder: Path, key: WorkKey, label: str, *, group: str = "", wait: 
         yield work
     finally:
         work.leave_work()
+
+
+def _find_work(folder: Path, group: str) -> SharedWork | None:
+    """Return the present work on a folder; None where there is none."""
+    try:
+        for path in filter(Path.is_dir, drop_companions((folder / JOBS_FOLDER).iterdir())):
+            work = SharedWork(path, group)
+            work.make_staging()
+            return work
+    except OSError as error:
+        require_missing(error)
+    return None
+
+
+def _create_work(folder: Path, key: WorkKey) -> OSError | None:
+    """Begin a work on a folder; return an error where another process was faster, or the folder cannot be written."""
+    path = folder / JOBS_FOLDER / secrets.token_hex(6)
+    prepared = temporary_folder(path)
+    try:
+        remove_leftovers(folder)
+        for name in ("jobs", "staging"):
+            (prepared / path.name / name).mkdir(parents=True)
+        write_text(prepared / path.name / "work.json", json.dumps(key))
+        for other in folder.glob(f"{JOBS_FOLDER}.*"):  # begun or ended by a process that was killed
+            if prepared.stat().st_mtime - other.stat().st_mtime > SILENT_S:
+                shutil.rmtree(other, ignore_errors=True)
+        with suppress(OSError):  # left by a killed process, or a stray such as .DS_Store or @eaDir
+            for stray in path.parent.iterdir():  # unlink fails for another process's new work
+                shutil.rmtree(stray) if is_companion(stray) and stray.is_dir() else stray.unlink()
+            path.parent.rmdir()
+        prepared.rename(path.parent)  # fails where there is one, with an error by file system
+    except OSError as error:
+        shutil.rmtree(prepared, ignore_errors=True)
+        raise_if_full(error, folder)
+        return error
+    return None
 
 
 def _describe_busy(folder: Path, label: str, worker: Worker, is_same_command: bool) -> str:

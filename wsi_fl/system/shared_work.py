@@ -17,7 +17,7 @@ them appears after the work has ended. Whoever writes in place or deletes gives 
 itself, writes beside others.
 
     FOLDER/.jobs/WORK/work.json        the command and its settings; all who join must agree
-    FOLDER/.jobs/WORK/kept             there is this file where other work must not replace it unfinished
+    FOLDER/.jobs/WORK/kept             other work must not replace it unfinished; the reason
     FOLDER/.jobs/WORK/jobs/JOB         the heartbeat of a process, and who it is
     FOLDER/.jobs/WORK/staging/JOB/     files that it is writing
     FOLDER/.jobs/WORK/PHASE/ITEM.1     the claim of an item; .2 of the next owner, when the first one died
@@ -39,13 +39,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from wsi_fl.system.file_names import drop_companions, is_companion
-from wsi_fl.system.files import JOBS_FOLDER, create_file, move_file, raise_if_full, remove_leftovers, write_text
+from wsi_fl.system.files import JOBS_FOLDER, create_file, move_file, raise_if_full
 from wsi_fl.system.machine import ProcessIdentity, identify_process, is_running
 from wsi_fl.types import WsiFlError
 
 _T = TypeVar("_T")
-_BEAT_S, _SILENT_S = 10.0, 120.0
+_BEAT_S, SILENT_S = 10.0, 120.0
 """Seconds between heartbeats, and without one until a process is dead; network disks may show one a minute late."""
 _RETRY_S, _CACHE_S = 0.2, 1.0
 _DONE, _KEEP_MARK, _LISTING = "done", "kept", ".listing"
@@ -67,7 +66,7 @@ class Worker(NamedTuple):
     @property
     def is_active(self) -> bool:
         """Whether its claims hold."""
-        return self.silent_s < _SILENT_S and is_running(self.identity) is not False
+        return self.silent_s < SILENT_S and is_running(self.identity) is not False
 
     @property
     def is_present(self) -> bool:
@@ -96,10 +95,12 @@ class SharedWork:
         group: the command that this process belongs to; its MPI ranks have the same.
         is_resumed: whether it was left unfinished, and no other command is at work.
         is_complete: whether this process lacks nothing, so that the work ends with it unless others are there.
+        n_taken_over: the number of items that this process claimed after their owners had died.
     """
 
     def __init__(self, path: Path, group: str) -> None:
         self.path, self.group, self.is_resumed, self.is_complete = path, group, False, False
+        self.n_taken_over = 0
         self._job = secrets.token_hex(6)
         self._staging = path / "staging" / self._job
         self._heartbeat = path / "jobs" / self._job
@@ -131,6 +132,7 @@ class SharedWork:
                     return False
                 if is_created:
                     self._claims[phase, item] = claim
+                    self.n_taken_over += number > 1
                     return True
         raise AssertionError
 
@@ -140,7 +142,7 @@ class SharedWork:
             return True
         owner, write_time = content
         if not owner:  # it is being written, or its owner was killed in between
-            return self._measure_silence(write_time) < _SILENT_S
+            return self._measure_silence(write_time) < SILENT_S
         worker = self._find_worker(owner)
         return owner == self._job or (worker is not None and worker.is_active)
 
@@ -179,7 +181,7 @@ class SharedWork:
         try:
             names = [path.name.rpartition(".") for path in (self.path / phase).iterdir()]
         except OSError as error:
-            _require_missing(error)
+            require_missing(error)
         return {item for item, _, kind in names if kind == _DONE}, {item for item, _, _ in names}
 
     def forget_outcomes(self, phase: str, is_wrong: Callable[[str, Any], bool]) -> None:
@@ -263,7 +265,7 @@ class SharedWork:
             file.write(self._document)
             file.flush()
             beat_time = os.fstat(file.fileno()).st_mtime
-        if beat_time - self._beat_time > _SILENT_S / 2 and self._beat_time > 0:
+        if beat_time - self._beat_time > SILENT_S / 2 and self._beat_time > 0:
             self._trusted_since = beat_time
         self._beat_time = beat_time
 
@@ -313,10 +315,15 @@ class SharedWork:
         with self._require_work():
             (self.path / "finished").touch()
 
-    def keep_unfinished(self) -> None:
-        """Let no other work replace this one before it is finished."""
+    def keep_unfinished(self, reason: str) -> str:
+        """Let no other work replace this one before it is finished; return the reason that was given first."""
         with self._require_work():
-            (self.path / _KEEP_MARK).touch()
+            create_file(self.path / _KEEP_MARK, reason)
+            return (self.path / _KEEP_MARK).read_text()
+
+    def make_staging(self) -> None:
+        """Make this process's folder for files; an OSError where the work has ended."""
+        self._staging.mkdir()
 
     def start_beating(self) -> bool:
         """Write the first heartbeat, from which on this process counts; return False for finished work.
@@ -358,7 +365,7 @@ class SharedWork:
 
     def remove_work(self) -> None:
         """Remove the work, which ends it for whoever is still at it."""
-        removed = _temporary_folder(self.path)
+        removed = temporary_folder(self.path)
         with suppress(FileNotFoundError):
             self.path.rename(removed)
         for _ in range(3):  # others may have been entering it this moment
@@ -375,7 +382,7 @@ class SharedWork:
             if error.errno in _MISSING_ERRORS and not self.path.exists():
                 raise WorkEnded(
                     f"{self.path.parents[1]}: others ended this work without this process, which gave no sign of life "
-                    f"for {_SILENT_S:.0f} s; start it again"
+                    f"for {SILENT_S:.0f} s; start it again"
                 ) from None
             raise_if_full(error, self.path)
             raise
@@ -394,12 +401,12 @@ def _name_place(staged: Path, path: Path) -> Iterator[Path]:
         raise
 
 
-def _temporary_folder(path: Path) -> Path:
+def temporary_folder(path: Path) -> Path:
     """Return the place of a work before it begins and after it has ended."""
     return path.parents[1] / f"{JOBS_FOLDER}.{path.name}"
 
 
-def _require_missing(error: OSError) -> None:
+def require_missing(error: OSError) -> None:
     """Raise the error again unless a file or folder is gone."""
     if error.errno not in _MISSING_ERRORS:
         raise error
@@ -411,41 +418,5 @@ def _read_file(path: Path) -> tuple[str, float] | None:
         with path.open(errors="replace") as file:  # opening asks a network disk for the present state
             return file.read(), os.fstat(file.fileno()).st_mtime
     except OSError as error:
-        _require_missing(error)
-    return None
-
-
-def find_work(folder: Path, group: str) -> SharedWork | None:
-    """Return the present work on a folder; None where there is none."""
-    try:
-        for path in filter(Path.is_dir, drop_companions((folder / JOBS_FOLDER).iterdir())):
-            work = SharedWork(path, group)
-            work._staging.mkdir()
-            return work
-    except OSError as error:
-        _require_missing(error)
-    return None
-
-
-def create_work(folder: Path, key: WorkKey) -> OSError | None:
-    """Begin a work on a folder; return an error where another process was faster, or the folder cannot be written."""
-    path = folder / JOBS_FOLDER / secrets.token_hex(6)
-    prepared = _temporary_folder(path)
-    try:
-        remove_leftovers(folder)
-        for name in ("jobs", "staging"):
-            (prepared / path.name / name).mkdir(parents=True)
-        write_text(prepared / path.name / "work.json", json.dumps(key))
-        for other in folder.glob(f"{JOBS_FOLDER}.*"):  # begun or ended by a process that was killed
-            if prepared.stat().st_mtime - other.stat().st_mtime > _SILENT_S:
-                shutil.rmtree(other, ignore_errors=True)
-        with suppress(OSError):  # left by a killed process, or a stray such as .DS_Store or @eaDir
-            for stray in path.parent.iterdir():  # unlink fails for another process's new work
-                shutil.rmtree(stray) if is_companion(stray) and stray.is_dir() else stray.unlink()
-            path.parent.rmdir()
-        prepared.rename(path.parent)  # fails where there is one, with an error by file system
-    except OSError as error:
-        shutil.rmtree(prepared, ignore_errors=True)
-        raise_if_full(error, folder)
-        return error
+        require_missing(error)
     return None

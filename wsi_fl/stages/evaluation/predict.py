@@ -28,7 +28,7 @@ from wsi_fl.stages.evaluation.slide_predictor import Predictor, SlideImage, Slid
 from wsi_fl.stages.prepare.slide_lists import describe_file, describe_slide
 from wsi_fl.stages.runtime.console import Lines, NestedProgress, TextLine, TextTable, Watcher, describe_failure
 from wsi_fl.stages.runtime.rank_job import Part, RankJob, take_threads
-from wsi_fl.stages.runtime.slide_work import SlideWork, join_slide_work
+from wsi_fl.stages.runtime.slide_work import SlideWork, describe_parts, join_slide_work
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import atomic_path, read_object, write_bytes, write_csv, write_json
 from wsi_fl.system.shared_work import SharedWork, WorkEnded
@@ -99,6 +99,7 @@ def predict(
         "failed": [outcome["failed"] for outcome in outcomes if "failed" in outcome],
         "done": len(work.job_items),
         "missing": work.n_missing,
+        "missing_parts": work.missing_parts,
         "table": study.relative_path(table) if table else None,
         "seconds": time.perf_counter() - start_time,
     }
@@ -325,7 +326,7 @@ def render_prediction_lines(document: Json) -> Lines:
         yield TextTable(f"{model_words} of {document['site']}", ["slide", "patches", *headings], rows)
         yield TextLine(f"all slides, a row each: {document['table']}")
     if document["missing"]:
-        yield TextLine(f"{document['missing']} slides are left to other parts")
+        yield TextLine(f"{document['missing']} slides are left to {describe_parts(document['missing_parts'])}")
     for row in document["slides"]:
         yield row["heatmap"] or row["csv"]
 

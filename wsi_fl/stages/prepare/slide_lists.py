@@ -16,7 +16,7 @@ from wsi_fl.slides.patching.slide_survey import digest_mask
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, build_site_table, render_speed_lines
 from wsi_fl.stages.runtime.hints import next_command
 from wsi_fl.stages.runtime.rank_job import RankJob
-from wsi_fl.stages.runtime.slide_work import SlideWork, Watch
+from wsi_fl.stages.runtime.slide_work import SlideWork, Watch, describe_parts
 from wsi_fl.stages.site.slide_files import resolve_patterns
 from wsi_fl.stages.site.target_labels import Subtypes, list_classes
 from wsi_fl.stores.bag_store import BagMeta
@@ -202,6 +202,7 @@ class PartRow(TypedDict):
     done: int
     slides: int
     missing: int
+    missing_parts: list[int]
 
 
 def build_part_row(site: str, work: SlideWork, n_done: int) -> PartRow:
@@ -213,6 +214,7 @@ def build_part_row(site: str, work: SlideWork, n_done: int) -> PartRow:
         "done": len(work.job_items),
         "slides": n_done + work.n_missing,
         "missing": work.n_missing,
+        "missing_parts": work.missing_parts,
     }
 
 
@@ -221,8 +223,8 @@ def render_part_lines(parts: Sequence[PartRow], command: str) -> Lines:
     for row in parts:
         yield TextLine(
             f"  {row['site']}: part {row['part']} is done ({row['done']} slides by this job); {row['missing']} of "
-            f"{row['slides']} slides are missing, and the part that does the last one, or "
-            f"`wsi-fl {command} --site {row['site']}`, makes the store"
+            f"{row['slides']} slides are missing ({describe_parts(row['missing_parts'])}), and the part that does the "
+            f"last one, or `wsi-fl {command} --site {row['site']}`, makes the store"
         )
 
 

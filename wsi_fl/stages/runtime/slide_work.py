@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from wsi_fl import __version__
-from wsi_fl.stages.runtime.rank_job import RankJob
+from wsi_fl.stages.runtime.rank_job import Part, RankJob
 from wsi_fl.system.join_work import join_work
 from wsi_fl.system.shared_work import SharedWork, WorkKey
 from wsi_fl.types import DiskFull, WsiFlError
@@ -27,7 +27,7 @@ Watch = Callable[[int, int, str], None]
 _LOOK_S = 1.0
 """Seconds between looks at what others have done."""
 _MIN_WAIT_S, _MAX_WAIT_S = 0.02, 5.0
-_MAX_NAMED_WORKERS = 4
+_MAX_NAMED_WORKERS, _MAX_NAMED_PARTS = 4, 20
 
 
 class _Phase(Generic[_T]):
@@ -75,12 +75,14 @@ class SlideWork:
         shared: the folder of the work, in which files are written before they are moved to their places.
         job_items: the items of the last phase that this job did, its ranks together.
         n_missing: how many of them are not done, which are those of other parts.
+        missing_parts: the numbers of these parts, of as many as this job's.
     """
 
     def __init__(self, job: RankJob, shared: SharedWork, site: str) -> None:
         self.shared, self.job, self._site = shared, job, site
         self.job_items: set[str] = set()
         self.n_missing = 0
+        self.missing_parts: list[int] = []
         self._wait_text = ""
 
     def retry_items(self, phase: str, is_wrong: Callable[[str, Any], bool]) -> None:
@@ -114,7 +116,8 @@ class SlideWork:
         part = self.job.part if in_parts else None
         names = list(items) if part is None else part.select_items(list(items))
         if part is not None:
-            self.shared.keep_unfinished()  # until the last part, whatever is started in between
+            self._keep_parts(part)
+        n_taken_before = self.shared.n_taken_over
         todo = _Phase(self.shared, phase, {name: items[name] for name in names})
         self.job.run_on_ranks(lambda: self._work_until_done(todo, work, watch, waits=part is None))
         # ranks look one after the other: an item is missing for all if it is for one
@@ -123,8 +126,23 @@ class SlideWork:
             lambda: {name: self.shared.read_outcome(phase, name) for name in items if name not in missing}
         )
         self.n_missing = len(missing)
+        if part is not None:
+            numbers = {number % part.n_parts + 1 for number, name in enumerate(items) if name in missing}
+            self.missing_parts = sorted(numbers)
+        if n_taken := sum(self.job.collect_on_ranks(lambda: self.shared.n_taken_over - n_taken_before)):
+            self.job.print_message(f"  {self._site}: took over {n_taken} of the slides from jobs that died")
         self.job_items = {name for name, (group, _) in outcomes.items() if group == self.shared.group}
         return {name: document for name, (_, document) in outcomes.items()}
+
+    def _keep_parts(self, part: Part) -> None:
+        """Keep finished parts until the last one, whatever is started in between; say where other numbers are mixed."""
+        earlier = self.shared.keep_unfinished(str(part.n_parts))
+        if earlier not in ("", str(part.n_parts)):
+            self.job.print_message(
+                f"  {self._site}: --part {part} beside earlier parts of {earlier}: some slides may be in none of the "
+                "parts, and wait for a job without --part",
+                "yellow",
+            )
 
     def close_work(self, write: Callable[[], _D]) -> _D:
         """Write what follows of all items, by one job for all; return its document (JSON)."""
@@ -187,6 +205,12 @@ class SlideWork:
             have = f"which have {n_missing} of the slides"
             self.job.print_message(f"  {self._site}: waiting for other jobs, {have}: {names}")
             self._wait_text = names
+
+
+def describe_parts(numbers: Sequence[int]) -> str:
+    """Return the parts with these numbers in words, the first ones where there are many."""
+    named = ", ".join(map(str, numbers[:_MAX_NAMED_PARTS])) + (", …" if len(numbers) > _MAX_NAMED_PARTS else "")
+    return f"part {named}" if len(numbers) == 1 else f"parts {named}"
 
 
 @contextmanager
