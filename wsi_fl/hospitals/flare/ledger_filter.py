@@ -177,11 +177,8 @@ class LedgerFilter(Filter):  # type: ignore[misc]
         learner = getattr(controller, "learn_executor", None)
         if isinstance(learner, _LedgerLearner):
             return
-        is_supported = type(controller) in (
-            SwarmClientController,
-            CyclicClientController,
-        )  # subclasses may send anything
-        if not is_supported or not isinstance(learner, Executor) or isinstance(learner, _CONTROLLERS):
+        is_plain = type(controller) in (SwarmClientController, CyclicClientController)  # a subclass may send anything
+        if not is_plain or not isinstance(learner, Executor) or isinstance(learner, _CONTROLLERS):
             raise WsiFlError(
                 f"{type(controller).__name__} sends results past the filters; of the workflows that clients control, "
                 "only FLARE's own swarm and cyclic learning pass"
