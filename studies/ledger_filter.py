@@ -25,7 +25,7 @@ import numpy as np
 import pages
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.filter import FilterChainType, FilterContextKey
-from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_constant import FilterKey, FLContextKey
 from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.filters.svt_privacy import SVTPrivacy
 from sklearn.datasets import load_digits
@@ -82,7 +82,12 @@ def make_context(component: object) -> FLContext:
         SimpleNamespace(get_all_components=lambda: {"ledger": component}, fire_event=lambda *_: None),
     )
     context.get_engine, context.get_job_id = (lambda: engine), (lambda default=None: "study")
-    context.set_prop(FLContextKey.TASK_ID, str(uuid4()), private=True, sticky=False)
+    for key, value in (
+        (FLContextKey.TASK_ID, str(uuid4())),
+        (FLContextKey.RUNNER, SimpleNamespace(find_executor=lambda name: None)),
+        (FLContextKey.SCOPE_OBJECT, SimpleNamespace(task_result_filters={FilterKey.OUT: [component]})),
+    ):
+        context.set_prop(key, value, private=True, sticky=False)
     return context
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import yaml
+from dp_accounting import get_epsilon_gaussian
 
 from wsi_fl.hospitals.demo import find_free_port
+from wsi_fl.privacy.ledger_file import LedgerFile
 
 FILTER = "wsi_fl.hospitals.flare.ledger_filter.LedgerFilter"
 HELLO = """
@@ -31,6 +33,21 @@ while flare.is_running():
     flare.send(flare.FLModel(params={"numpy_key": weights}, metrics=metrics, current_round=model.current_round))
 """
 """Training as in FLARE's hello-numpy: it adds 1 to every weight, and sends weights and their mean."""
+
+
+SITES = ("site-1", "site-2", "site-3")
+SIGMA, DELTA = 4.0, 1e-5
+
+
+def write_account(site, budget, sigma=SIGMA):
+    return (
+        f'name = "{site}"\nledger = "{site}.jsonl"\nunit = "site"\nn = 400\nclip = 5.0\nsigma = {sigma}\n'
+        f"delta = {DELTA}\nmax_epsilon = {budget}\n"
+    )
+
+
+def exact_epsilon(rounds, sigma=SIGMA):
+    return get_epsilon_gaussian(sigma / rounds**0.5, DELTA)
 
 
 def privacy_json(account):
@@ -64,6 +81,11 @@ class Poc:
 
     def ledger(self, site: str) -> Path:
         return self.root / site / f"{site}.jsonl"
+
+    def charges(self, site: str) -> list:
+        """Return the lines of a site's ledger that cost something, oldest first."""
+        path = self.ledger(site)
+        return [entry for entry in LedgerFile(path).entries if entry.mechanism] if path.exists() else []
 
     def filter(self, site: str) -> None:
         """Put the filter into a site's privacy.json."""

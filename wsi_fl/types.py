@@ -74,6 +74,12 @@ def single_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def shorten_text(text: str, max_chars: int = 60) -> str:
+    """Return a text in one line, shortened."""
+    line = " ".join(text.split())
+    return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
+
+
 def natural_key(name: str) -> tuple[tuple[str, int], ...]:
     """Return a sort key of names with numbers ordered by their size.
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.filter import FilterChainType, FilterContextKey
-from nvflare.apis.fl_constant import FLContextKey
+from nvflare.apis.fl_constant import FilterKey, FLContextKey
 from nvflare.apis.fl_context import FLContext
 
 from wsi_fl.hospitals.flare.ledger_filter import LedgerFilter
@@ -22,11 +22,19 @@ from wsi_fl.hospitals.flare.ledger_filter import LedgerFilter
 _fsync = os.fsync
 
 
-def make_context(component, job, task):
+def make_context(component, job, task, executor=None, result_filter=True, persistor=None):
     """Return a client's context of a task, as FLARE fills it."""
-    engine = SimpleNamespace(get_all_components=lambda: {"ledger": component}, fire_event=lambda *_: None)
+    engine = SimpleNamespace(
+        get_all_components=lambda: {"ledger": component}, get_component=lambda _: persistor, fire_event=lambda *_: None
+    )
+    scope = SimpleNamespace(task_result_filters={FilterKey.IN: [], FilterKey.OUT: [component] if result_filter else []})
     context = FLContext()
-    context.set_prop(FLContextKey.TASK_ID, task, private=True, sticky=False)
+    for key, value in (
+        (FLContextKey.TASK_ID, task),
+        (FLContextKey.RUNNER, SimpleNamespace(find_executor=lambda _: executor)),
+        (FLContextKey.SCOPE_OBJECT, scope),
+    ):
+        context.set_prop(key, value, private=True, sticky=False)
     context.get_engine = lambda: engine
     context.get_job_id = lambda default=None: job
     return context

@@ -102,7 +102,8 @@ def test_without_noise_a_site_moves_what_leaves_by_the_clip_at_most(account, mon
 
 
 def test_what_is_no_part_of_the_model_stays_at_the_site_and_is_named_in_its_log(account, monkeypatch):
-    meta = {"NUM_STEPS_CURRENT_ROUND": 31, "initial_metrics": {"accuracy": 0.71}}
+    controls = {"w": np.ones((2, 3))}  # SCAFFOLD's
+    meta = {"NUM_STEPS_CURRENT_ROUND": 31, "initial_metrics": {"accuracy": 0.71}, "scaffold_c_diff": controls}
     said = []
     monkeypatch.setattr(LedgerFilter, "log_info", lambda self, context, text: said.append(text))
     answer, _ = pass_filter(account, BASE, trained(patients=np.arange(5.0)), meta=meta)
@@ -110,7 +111,7 @@ def test_what_is_no_part_of_the_model_stays_at_the_site_and_is_named_in_its_log(
     assert set(answer.meta["initial_metrics"]) == {"epsilon"}
     price, line = said
     assert "ε = 0.9263 for this job, 0.9263 of 3 for all jobs" in price and line.startswith("not sent: ")
-    for name in ("tensor patients", "values of norm.count", "meta NUM_STEPS_CURRENT_ROUND", "meta initial_metrics"):
+    for name in ("tensor patients", "values of norm.count", *(f"meta {key}" for key in meta)):
         assert name in line
 
 
@@ -282,6 +283,7 @@ def test_any_name_of_a_ledger_is_safe(account):
 
 def test_only_models_pass(account):
     blocked(account, "this result is METRICS", result={"accuracy": 0.7}, kind=DataKind.METRICS)
+    blocked(account, "this result is COLLECTION", result={"w": DXO(DataKind.WEIGHTS, BASE)}, kind=DataKind.COLLECTION)
     ledger_filter = LedgerFilter(str(account))
     ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, FilterChainType.TASK_DATA_CHAIN)
     with pytest.raises(ContentBlockedException, match="this task is no model"):  # as of swarm learning's first task
@@ -295,8 +297,9 @@ def test_a_filter_that_is_named_at_one_place_alone_lets_nothing_pass(account):
     with pytest.raises(ContentBlockedException, match="among the task data filters"):
         ledger_filter.process(DXO(DataKind.WEIGHTS, trained()).to_shareable(), make_context(ledger_filter, "j", "t"))
     ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, FilterChainType.TASK_DATA_CHAIN)
-    with pytest.raises(ContentBlockedException, match="among its components"):
-        ledger_filter.process(DXO(DataKind.WEIGHTS, dict(BASE)).to_shareable(), make_context(None, "j", "t"))
+    for given, place in (((None, "j", "t"), "components"), ((ledger_filter, "j", "t", None, False), "task result")):
+        with pytest.raises(ContentBlockedException, match=f"among its {place}"):
+            ledger_filter.process(DXO(DataKind.WEIGHTS, dict(BASE)).to_shareable(), make_context(*given))
 
 
 def test_a_failed_task_leaves_as_its_code_alone(account):
@@ -330,12 +333,37 @@ def test_events_of_a_job_do_not_leave(account):
         ("sigma = 4.0", "target_epsilon = 4.0\nrounds = 3", "target_epsilon exceeds max_epsilon"),
         ("sigma = 4.0", "sigma = 0.5", "sigma is so small that a single release exceeds max_epsilon"),
         ("clip = 2.0", "clips = 2.0", "unknown key 'clips'; did you mean 'clip'?"),
+        (
+            "clip = 2.0",
+            "clip = 1e39",
+            "clip = 1e+39 with sigma = 4 makes numbers above those of float32; write a clip of",
+        ),
         ('unit = "site"', 'unit = "row"', "unit"),
     ],
 )
 def test_an_account_file_that_cannot_be_is_refused_in_one_line(account, old, new, words):
     change(account, old, new)
     blocked(account, "C1.toml", words)
+
+
+def test_the_largest_clip_that_an_error_names_fits_float32(account):
+    change(account, "clip = 2.0", "clip = 1e39")
+    with pytest.raises(ContentBlockedException) as caught:
+        pass_filter(account, BASE, trained())
+    change(account, "clip = 1e39", f"clip = {str(caught.value).split()[-1]}")
+    answer, _ = pass_filter(account, {"w": np.zeros(100_000, np.float32)}, {"w": np.full(100_000, 3e38, np.float32)})
+    assert np.isfinite(answer.data["w"]).all()
+
+
+def test_a_larger_delta_than_the_ledger_s_is_refused_with_the_one_to_write(account):
+    change(account, "delta = 1e-5", "delta = 1e-6")
+    pass_filter(account, BASE, trained())
+    change(account, "delta = 1e-6", "delta = 1e-5")
+    blocked(
+        account, "priced at delta = 1e-06", "set delta = 1e-06 or less in the account file, and start again", task="t2"
+    )
+    change(account, "delta = 1e-5", "delta = 1e-6")
+    pass_filter(account, BASE, trained(), task="t2")
 
 
 def test_a_missing_account_file_or_an_older_ledger_lets_nothing_pass(account, tmp_path):

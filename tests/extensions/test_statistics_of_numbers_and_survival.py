@@ -317,6 +317,8 @@ def test_a_study_trains_and_evaluates_from_files_as_in_one_process(tmp_path, tar
     evaluate(study, by_files)
     audited = audit_run(study, by_files)
     assert [row["refused"] for row in audited["influence"]] == ["", ""]
+    unseen = audited["sources"]["records"]["unseen"]
+    assert unseen["by_label"] is None and unseen["interval"][0] <= 0.5 <= unseen["interval"][1]  # sites are alike
     assert all(row["moved"] > 0 and row["answers_changed"] is None for row in audited["influence"])
     for site in study.site_names():
         mine, files = (answers(study.root / run, site) for run in (together, by_files))

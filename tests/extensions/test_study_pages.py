@@ -52,6 +52,14 @@ def test_the_table_of_what_leaves_is_that_of_its_rows():
     assert pages.fill_page(page, tables) == page, "python studies/what_leaves.py show --page studies/TRIED.md"
 
 
+def test_the_tables_of_attribution_are_those_of_its_rows():
+    import attribution
+
+    page = (STUDIES / "PRIVACY-AUDIT.md").read_text("utf-8")
+    tables = attribution.render_tables(pages.read_rows(attribution.ROWS))
+    assert pages.fill_page(page, tables) == page, "python studies/attribution.py show --page studies/PRIVACY-AUDIT.md"
+
+
 def test_the_tables_of_proxyfl_are_those_of_its_rows():
     page = (STUDIES / "REPRODUCE.md").read_text("utf-8")
     tables = reproduce_tables.render_tables(reproduce.read_rows())

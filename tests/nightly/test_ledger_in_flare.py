@@ -6,32 +6,12 @@ import signal
 import time
 
 import pytest
-from dp_accounting import get_epsilon_gaussian
-from flare_poc import HELLO, Poc
+from flare_poc import HELLO, SIGMA, SITES, Poc, exact_epsilon, write_account
 
-from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.site.ledger_report import summarize_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.end_to_end]
 pytest.importorskip("nvflare")
-SITES = ("site-1", "site-2", "site-3")
-SIGMA, DELTA = 4.0, 1e-5
-
-
-def account(site, budget, sigma=SIGMA):
-    return (
-        f'name = "{site}"\nledger = "{site}.jsonl"\nunit = "site"\nn = 400\nclip = 5.0\nsigma = {sigma}\n'
-        f"delta = {DELTA}\nmax_epsilon = {budget}\n"
-    )
-
-
-def exact_epsilon(rounds, sigma=SIGMA):
-    return get_epsilon_gaussian(sigma / rounds**0.5, DELTA)
-
-
-def charges(poc, site):
-    path = poc.ledger(site)
-    return [entry for entry in LedgerFile(path).entries if entry.mechanism] if path.exists() else []
 
 
 @pytest.fixture
@@ -40,7 +20,7 @@ def make_poc(tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
 
     def make(budget, sigma=SIGMA):
-        return Poc(tmp_path, {site: account(site, budget, sigma) for site in SITES})
+        return Poc(tmp_path, {site: write_account(site, budget, sigma) for site in SITES})
 
     return make
 
@@ -64,7 +44,7 @@ def test_a_second_job_weeks_later_ends_in_the_round_that_would_cross_the_budget(
         second = poc.submit(poc.write_job(9))
         assert poc.wait(second) == "FINISHED:EXECUTION_EXCEPTION"
     for site in SITES:
-        lines = charges(poc, site)
+        lines = poc.charges(site)
         assert [(entry.run, entry.round) for entry in lines] == [
             *((first, k) for k in (1, 2, 3)),
             *((second, k) for k in (1, 2)),
@@ -86,7 +66,7 @@ def test_killed_jobs_and_clients_are_charged_for_what_they_released_and_no_more(
     with poc.running():
         for at, victim in enumerate(("site-1", "site-2", "site-3")):
             jobs.append(poc.submit(poc.write_job(20, slow, name=f"slow{at}")))
-            while not any(entry.run == jobs[-1] for entry in charges(poc, victim)):
+            while not any(entry.run == jobs[-1] for entry in poc.charges(victim)):
                 time.sleep(0.05)
             time.sleep(lottery.uniform(0, 3))
             if at == 2:  # the client too, which is started again
@@ -101,7 +81,7 @@ def test_killed_jobs_and_clients_are_charged_for_what_they_released_and_no_more(
         jobs.append(poc.submit(poc.write_job(2)))
         assert poc.wait(jobs[-1]) == "FINISHED:COMPLETED"
     for site in SITES:
-        lines = charges(poc, site)
+        lines = poc.charges(site)
         assert len({entry.task for entry in lines}) == len(lines)
         assert {entry.run for entry in lines} == set(jobs)
         document = summarize_ledger(poc.account(site))

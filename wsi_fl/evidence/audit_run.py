@@ -21,7 +21,14 @@ from wsi_fl.data.metrics import choose_classes
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits
 from wsi_fl.data.tasks import target_columns
 from wsi_fl.evidence import attacks
-from wsi_fl.evidence.audit_section import build_statistics_tables, list_audit_findings, list_model_rows
+from wsi_fl.evidence.audit_section import (
+    SOURCE_HEADINGS,
+    build_source_table,
+    build_statistics_tables,
+    list_audit_findings,
+    list_model_rows,
+)
+from wsi_fl.evidence.source_inference import attack_sources
 from wsi_fl.federation.methods import Method
 from wsi_fl.learning.ensemble import COMMON
 from wsi_fl.learning.local_training import example_losses, predict_examples
@@ -66,6 +73,7 @@ class AuditDocument(TypedDict):
     tested: str | None
     adjacency: str
     sites: list[Json]
+    sources: Json | None
     influence: list[dict[str, object]]
     may_plant: bool
 
@@ -105,6 +113,12 @@ def _build_document(context: RunContext, watcher: Watcher) -> AuditDocument:
         watcher.update("audit", done, len(audited_sites), name)
         rows.append(_audit_site(context, context.names.index(name), merged=merged, level=level))
         watcher.update("audit", done + 1, len(audited_sites), name)
+
+    def load_released(name: str) -> nn.Module:
+        if context.method.payload.is_single_release:
+            return _load_head(context, name)
+        return _load_audited_models(context, context.names.index(name))[-1].network
+
     return {
         "run": context.study.relative_path(context.run.path),
         "method": context.name,
@@ -115,6 +129,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> AuditDocument:
         "tested": attacks.describe_tests(tests, _CONFIDENCE) if tests else None,
         "adjacency": ADJACENCY,
         "sites": rows,
+        "sources": attack_sources(context, rows, load_released) if merged else None,
         "influence": _measure_influence(context, audited_sites) if context.method.payload.is_single_release else [],
         "may_plant": not context.pipeline.audit.canaries and _can_plant_canaries(context),
     }
@@ -249,6 +264,8 @@ def render_audit_lines(document: AuditDocument) -> Lines:
         rows.append([f"{row['site']}, {row['model']}", auroc, interval, accuracy, *rates, *bounds])
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
     yield TextTable(title, ("site, model", "AUROC", "95 %", "accuracy", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
+    if sources := build_source_table(document):
+        yield TextTable("source inference: which site a record comes from", SOURCE_HEADINGS, sources)
     statistics_tables = build_statistics_tables(document)
     yield from (TextTable(*table) for table in statistics_tables)
     for finding in list_audit_findings(document):

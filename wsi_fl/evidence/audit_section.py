@@ -22,6 +22,7 @@ _MODEL_TITLES = {
 """Titles of the models of an audit."""
 _MIN_FALSE_POSITIVE_RATE = 1e-4
 _TAIL_HEADINGS = ("μ at most", "TPR at 1 %", "noise redrawn", "guarantee", "TPR at 0.1 %", "others unknown")
+SOURCE_HEADINGS = ("records", "n", "accuracy", "95 %", "label alone", "chance", "bound", "bound, whole sites")
 _INFLUENCE_HEADINGS = ("site", "largest norm", "norm with noise", "change of the head", "changed predictions")
 
 
@@ -46,6 +47,8 @@ def build_section(context: SectionContext) -> PageSection | None:
         "tests": f"{audit['tested']} {audit['adjacency']}" if audit["tests"] else "",
         "planted": max((row["canaries"]["n"] for row in planted), default=0),
         "findings": list(list_audit_findings(audit)),
+        "sources": audit.get("sources"),
+        "source_table": (SOURCE_HEADINGS, build_source_table(audit)),
         "letters": build_statistics_tables(audit),
         "tails": [_tail_chart(site) for site in _sites_with_tails(audit)],
     }
@@ -88,6 +91,7 @@ def list_audit_findings(audit: Json) -> Iterator[Finding]:
         if planted and planted["broken"]:
             lower, upper = (format_number(planted[key], 2) for key in ("epsilon_lower_corrected", "epsilon_upper"))
             yield Finding("bad", f"{subject}: ε is at least {lower}, though the {row['guarantee']} one is {upper}.")
+    yield from _list_source_findings(audit.get("sources"))
     for influence in audit.get("influence") or ():
         if influence["refused"]:
             yield Finding("bad", f"the class statistics of {influence['site']} are refused: {influence['refused']}.")
@@ -104,6 +108,38 @@ def list_audit_findings(audit: Json) -> Iterator[Finding]:
                 f"have no noise; one who knows none identifies {share_of_all}, of the most exposed {upper}."
             )
             yield Finding("unclear", text)
+
+
+def _list_source_findings(sources: Json | None) -> Iterator[Finding]:
+    """Yield that the source of records was guessed better than by chance, for intervals above it."""
+    if not sources:
+        return
+    chance, records = 1 / len(sources["sites"]), sources["records"]
+    shares = {key: row["accuracy"] for key, row in records.items() if row["interval"] and row["interval"][0] > chance}
+    if shares:
+        release = "class statistics" if sources["attack"] == "statistics" else "models"
+        texts = " and ".join(f"{format_percent(share)} of {key}" for key, share in shares.items())
+        reason = " Sites differ, which no ε of a row or patient bounds." if "unseen" in shares else ""
+        text = f"The {release} tell the site of {texts} {sources['unit']}s, chance {format_percent(chance)}.{reason}"
+        yield Finding("unclear", text)
+
+
+def build_source_table(audit: Json) -> list[list[str]]:
+    """Return the rows of the table on source inference; none without."""
+    sources = audit.get("sources") or {"records": {}}
+    return [
+        [
+            f"{name} {sources['unit']}s",
+            str(row["n"]),
+            format_percent(row["accuracy"], 1),
+            DASH.join(format_percent(end, 1) for end in row["interval"] or ()) or DASH,
+            format_percent(row["by_label"], 1),
+            format_percent(1 / len(sources["sites"]), 1),
+            format_percent(sources["bound"] if name == "training" else None, 1),
+            format_percent(sources["bound_whole_sites"], 1),
+        ]
+        for name, row in sources["records"].items()
+    ]
 
 
 def build_statistics_tables(audit: Json) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:

@@ -121,7 +121,7 @@ def report_clinical(
 
 @partial(announce_start, name="audit")
 def attack_models(run: Run, as_json: Json = False) -> None:
-    """Attack the models of a run: membership inference, and with canaries a lower bound on ε."""
+    """Attack the releases of a run: membership and source inference, and with canaries a lower bound on ε."""
     study = find_study()
     from wsi_fl.evidence.audit_run import audit_run, render_audit_lines
 

@@ -13,7 +13,14 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count, PrintableText, SiteName
-from wsi_fl.types import MAX_GOLDEN_DISTANCE, NoCommonPlan, encoder_differences, golden_distance, select_common
+from wsi_fl.types import (
+    MAX_GOLDEN_DISTANCE,
+    NoCommonPlan,
+    encoder_differences,
+    golden_distance,
+    select_common,
+    shorten_text,
+)
 
 _Scalar = PrintableText | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
 Setting = _Scalar | Annotated[list[_Scalar], Field(max_length=1000)]
@@ -107,7 +114,7 @@ def compare_sites(documents: Sequence[Mapping[str, Any]]) -> None:
     )
     problems = [problem for problem in disagreements if problem]
     if problems:
-        raise NoCommonPlan(_shorten("sites disagree: " + " | ".join(problems), _MAX_MESSAGE_CHARS))
+        raise NoCommonPlan(shorten_text("sites disagree: " + " | ".join(problems), _MAX_MESSAGE_CHARS))
 
 
 def _list_values(documents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
@@ -174,20 +181,19 @@ def _find_odd(label: str, values: Mapping[str, Any]) -> str:
     texts = {site: json.dumps(value, sort_keys=True, ensure_ascii=False) for site, value in values.items()}
     counts = Counter(texts.values())
     usual = max(counts, key=lambda text: (counts[text], text == json.dumps(_SAME)))
-    odd = [f"{_shorten(site)} has {_format_value(text)}" for site, text in texts.items() if text != usual]
+    odd = [f"{shorten_text(site)} has {_format_value(text)}" for site, text in texts.items() if text != usual]
     if not odd:
         return ""
     listed = odd[:_MAX_SITES_LISTED] + (
         [f"{len(odd) - _MAX_SITES_LISTED} more have something else"] if len(odd) > _MAX_SITES_LISTED else []
     )
-    majority = "the others" if counts[usual] > 1 else next(_shorten(s) for s, text in texts.items() if text == usual)
+    the_rest = [shorten_text(site) for site, text in texts.items() if text == usual]
+    majority = "the others" if len(the_rest) > 1 else the_rest[0]
     return f"{'; '.join(listed)} as {label}, {majority} {_format_value(usual)}"
 
 
 def _format_value(text: str) -> str:
     """Return a JSON value for messages, digests shortened to their first digits."""
-    return "nothing" if text == "null" else _shorten(re.sub(r"\b([0-9a-f]{16})[0-9a-f]{48}\b", r"\1", text.strip('"')))
-
-
-def _shorten(text: str, limit: int = 60) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return (
+        "nothing" if text == "null" else shorten_text(re.sub(r"\b([0-9a-f]{16})[0-9a-f]{48}\b", r"\1", text.strip('"')))
+    )

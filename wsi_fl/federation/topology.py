@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.federation.message import GRAPH_HOPS
 from wsi_fl.system.files import read_json
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError, WsiFlError, shorten_text
 
 _ROUND_OFF = 1e-9  # tolerance of shares at 0 and 1
 
@@ -189,12 +189,12 @@ def parse_graph(document: object, names: Sequence[str], source: str = "graph") -
 
 def _parse_round(edges: object, names: Sequence[str], where: str) -> tuple[Edge, ...]:
     if not isinstance(edges, list):
-        raise UsageError(f"{where}: {_shorten(edges)} is no list of edges")
+        raise UsageError(f"{where}: {_format_value(edges)} is no list of edges")
     edge_of_pair: dict[tuple[int, int], Edge] = {}
     for item in edges:
         edge = _parse_edge(item, names, where)
         if edge[:2] in edge_of_pair:
-            raise UsageError(f"{where}: {_shorten(item)} is there twice; write every edge once")
+            raise UsageError(f"{where}: {_format_value(item)} is there twice; write every edge once")
         edge_of_pair[edge[:2]] = edge
     parsed = tuple(edge_of_pair.values())
     for sender, sent in _sum_weights(parsed).items():
@@ -208,10 +208,10 @@ def _parse_round(edges: object, names: Sequence[str], where: str) -> tuple[Edge,
 
 def _parse_edge(item: object, names: Sequence[str], where: str) -> Edge:
     if not isinstance(item, list) or len(item) not in (2, 3):
-        raise UsageError(f'{where}: {_shorten(item)} is no edge; write ["sender", "receiver"] or add a weight')
+        raise UsageError(f'{where}: {_format_value(item)} is no edge; write ["sender", "receiver"] or add a weight')
     for name in item[:2]:
         if name not in names:
-            raise UsageError(f"{where}: unknown site {_shorten(name)}; the run has {', '.join(names)}")
+            raise UsageError(f"{where}: unknown site {_format_value(name)}; the run has {', '.join(names)}")
     sender, receiver = names.index(item[0]), names.index(item[1])
     if sender == receiver:
         raise UsageError(f"{where}: {item[0]} sends to itself; a site keeps what it does not send")
@@ -219,14 +219,12 @@ def _parse_edge(item: object, names: Sequence[str], where: str) -> Edge:
         return Edge(sender, receiver)
     weight = item[2]
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1:
-        raise UsageError(f"{where}: {_shorten(item)}: a weight is a number above 0 and at most 1")
+        raise UsageError(f"{where}: {_format_value(item)}: a weight is a number above 0 and at most 1")
     return Edge(sender, receiver, float(weight))
 
 
-def _shorten(value: object, limit: int = 60) -> str:
-    """Return a JSON value on one line."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def _format_value(value: object) -> str:
+    return shorten_text(json.dumps(value, ensure_ascii=False, default=str))
 
 
 Matrix = NDArray[np.float64]

@@ -20,7 +20,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, TargetSettings
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.tensors import load_tensors, save_tensors
-from wsi_fl.types import Bags, NoCommonPlan, UsageError, Vectors, WsiFlError, encoder_differences
+from wsi_fl.types import Bags, NoCommonPlan, UsageError, Vectors, WsiFlError, encoder_differences, shorten_text
 
 if TYPE_CHECKING:
     from wsi_fl.oneshot.projection import Projection
@@ -162,7 +162,7 @@ def statistics_of(context: RunContext) -> Mapping[str, ReleasedStatistics]:
 def refuse_another_site(header: StatisticsHeader, site: str, label: str) -> None:
     """Refuse statistics of another site; WsiFlError names it."""
     if header.site != site:
-        owner = _shorten(header.site)
+        owner = _format_value(header.site)
         raise WsiFlError(f"{label}: these are the statistics of site {owner}; call the file {owner}.safetensors")
 
 
@@ -273,13 +273,12 @@ def refuse_mismatch(header: StatisticsHeader, expected: Mapping[str, Any], label
             is_equal = not any(encoder_differences([str(file_value), str(value)]))
         if not is_equal:
             raise UsageError(
-                f"{label}: statistics with {key} = {_shorten(file_value)}, but here it is {_shorten(value)}; put the "
-                f"settings back, or release again (wsi-fl statistics --site {header.site} --again), which spends "
-                "the same ε again"
+                f"{label}: statistics with {key} = {_format_value(file_value)}, but here it is "
+                f"{_format_value(value)}; put the settings back, or release again (wsi-fl statistics --site "
+                f"{header.site} --again), which spends the same ε again"
             )
 
 
-def _shorten(value: object) -> str:
+def _format_value(value: object) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    text = "".join(c if c.isprintable() else "?" for c in text[:61])
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    return shorten_text("".join(c if c.isprintable() else "?" for c in text[:61]))

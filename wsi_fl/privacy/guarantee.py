@@ -48,6 +48,7 @@ class PrivacyTerms:
     guarantee: Guarantee = "none"  # guarantee level of ε in this run
     unit: str = "row"  # privacy unit: "row" or "patient"
     insecure: bool = False  # whether noise comes from a fixed seed (tests)
+    file: str = ""  # the file that has them; "" for sites/SITE.toml
 
     def ledger_fields(self, mechanism: Mechanism | None, content: str) -> dict[str, object]:
         """Return the fields of a ledger line on a mechanism and the content released by it, as JSON values."""
@@ -106,8 +107,9 @@ class PrivacyTerms:
         least = min((e.delta for e in scope if e.mechanism and e.delta), default=1.0)
         if self.lifetime and self.max_epsilon is not None and self.delta > least:
             raise WsiFlError(
-                f"{path}: the account of site {site} is priced at delta = {least:g}, this run at {self.delta:g}; δ is "
-                f"part of the budget, so set delta = {least:g} or less in sites/{site}.toml and start a new run"
+                f"{path}: the account of site {site} is priced at delta = {least:g}, and {self.delta:g} is larger; δ "
+                f"is part of the budget, so set delta = {least:g} or less in {self.file or f'sites/{site}.toml'}, and "
+                "start again"
             )
 
 

@@ -129,7 +129,9 @@ class UpdateAccount:
 
     def _open_ledger(self, job: str, task: str) -> PrivacyLedger:
         site, delta, limit = self.terms.site, self.terms.delta, self.terms.max_epsilon
-        terms = PrivacyTerms(delta, limit, lifetime=True, guarantee="guaranteed", unit=self.terms.unit)
+        terms = PrivacyTerms(
+            delta, limit, lifetime=True, guarantee="guaranteed", unit=self.terms.unit, file="the account file"
+        )
         path, heads, references = self.terms.ledger, self.terms.heads, {"task": task}
         return PrivacyLedger(path, site=site, run=job, terms=terms, heads=heads, references=references)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import floor, log10
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from wsi_fl.study.toml import MIN_SIGMA, Section, SiteName, read_toml, validate_
 from wsi_fl.types import UsageError
 
 _Budget = Annotated[float, Field(gt=0, le=50)]
+_MAX_NOISE = 1e36  # a standard deviation in float32, with room for the draws of a model's size
 
 
 class AccountFile(Section):
@@ -70,6 +72,11 @@ def load_account(path: Path) -> UpdateTerms:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file; write the account of this hospital there") from None
     sigma = file.sigma or find_sigma(file.target_epsilon or 0.0, 1.0, file.rounds or 1, file.delta)
+    if (largest := _MAX_NOISE / max(sigma, 1)) < file.clip:
+        raise UsageError(
+            f"{path.name}: clip = {file.clip:g} with sigma = {sigma:g} makes numbers above those of float32; write a "
+            f"clip of at most 1e{floor(log10(largest))}"
+        )
     heads = (path.with_suffix(".head.json"), user_head_path(file.name))
     same = file.model_dump(include={"unit", "n", "clip", "delta", "max_epsilon", "rounds"})
     return UpdateTerms(site=file.name, ledger=path.parent / file.ledger, sigma=sigma, heads=heads, **same)

@@ -2,8 +2,9 @@
 
 A site's `local/privacy.json` names it three times. As task data filter it stores the weights that a task begins with,
 as task result filter it releases what training changed, and as component it stops the job's events, such as its
-metrics, which pass no filter. See docs/how-to/other-federations.md. The names of this module and its class are in files
-at hospitals; keep them.
+metrics, which pass no filter. In swarm and cyclic learning, where FLARE filters no result of a learner, the workflow
+gets releases from its learner. See docs/how-to/other-federations.md. The names of this module and its class are in
+files at hospitals; keep them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.executor import Executor
 from nvflare.apis.filter import ContentBlockedException, Filter, FilterChainType, FilterContextKey
-from nvflare.apis.fl_constant import EventScope, FedEventHeader, FLContextKey, ReturnCode
+from nvflare.apis.fl_constant import EventScope, FedEventHeader, FilterKey, FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
+from nvflare.apis.signal import Signal
 from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.ccwf import CyclicClientController, SwarmClientController
+from nvflare.app_common.ccwf.client_controller_executor import ClientControllerExecutor
+from nvflare.app_common.ccwf.client_ctl import ClientSideController
+from nvflare.edge.executors.hug import HierarchicalUpdateGatherer
 
 from wsi_fl.privacy.model_updates import UpdateAccount, UpdateRelease, UpdateTerms, describe_release
 from wsi_fl.study.account_file import load_account
@@ -35,6 +42,8 @@ _BASE_KEY = "wsi_fl_base"
 _ROUND_HEADERS = (AppConstants.CURRENT_ROUND, AppConstants.START_ROUND, AppConstants.NUM_ROUNDS)
 _FLOAT, _NUMBER = "f", "fiub"  # kinds of numpy's types
 _RETURN_CODES = [code for name, code in vars(ReturnCode).items() if name.isupper()]
+_CONTROLLERS = (ClientSideController, ClientControllerExecutor, HierarchicalUpdateGatherer)
+"""Executors that send models by messages of their own, past the task result filters."""
 
 Tensors = Mapping[str, Any]
 """Tensors of a model by name, of numpy or PyTorch."""
@@ -139,23 +148,53 @@ class LedgerFilter(Filter):  # type: ignore[misc]
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Store a task's weights, or return its result as a release that is charged and on disk."""
         try:
+            executor = fl_ctx.get_prop(FLContextKey.RUNNER).find_executor(fl_ctx.get_prop(FLContextKey.TASK_NAME))
+            task_id = fl_ctx.get_prop(FLContextKey.TASK_ID)
             if self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN:
-                components = fl_ctx.get_engine().get_all_components().values()
-                if not any(isinstance(component, LedgerFilter) for component in components):
-                    raise WsiFlError("privacy.json lacks this filter among its components; name it there too")
-                fl_ctx.set_prop(_BASE_KEY, _copy_base(shareable), private=True, sticky=False)
+                _require_entries(fl_ctx)
+                if isinstance(executor, _CONTROLLERS):
+                    self._guard_learner(executor, fl_ctx)
+                elif task_id is None:
+                    raise WsiFlError("this task comes from another client, whose tasks have no id to charge once")
+                else:
+                    fl_ctx.set_prop(_BASE_KEY, _copy_base(shareable), private=True, sticky=False)
                 return shareable
-            if (code := shareable.get_return_code()) != ReturnCode.OK:  # which an executor may set to anything
-                return make_reply(code if code in _RETURN_CODES else ReturnCode.EXECUTION_EXCEPTION)
-            return self._release_result(shareable, fl_ctx)
+            if isinstance(getattr(executor, "learn_executor", None), _LedgerLearner):
+                return _reply_code(shareable)  # the workflow's answer; its learner's results leave in its messages
+            return self.release_result(shareable, fl_ctx.get_prop(_BASE_KEY), str(task_id), fl_ctx)
         except Exception as error:  # a job's own objects may raise anything
-            kind = "" if isinstance(error, WsiFlError) else f"unusable by the filter ({type(error).__name__}): "
-            text = f"nothing leaves this site: {kind}{single_line(error)}"
-            self.log_error(fl_ctx, text)
-            raise ContentBlockedException(text) from None
+            raise ContentBlockedException(self.log_refusal(error, fl_ctx)) from None
 
-    def _release_result(self, result: Shareable, fl_ctx: FLContext) -> Shareable:
-        base = fl_ctx.get_prop(_BASE_KEY)
+    def log_refusal(self, error: Exception, fl_ctx: FLContext) -> str:
+        """Log why nothing leaves, and return it as one line."""
+        kind = "" if isinstance(error, WsiFlError) else f"unusable by the filter ({type(error).__name__}): "
+        text = f"nothing leaves this site: {kind}{single_line(error)}"
+        self.log_error(fl_ctx, text)
+        return text
+
+    def _guard_learner(self, controller: Executor, fl_ctx: FLContext) -> None:
+        """Put the filter between a workflow and its learner, whose results FLARE shows to no task result filter."""
+        learner = getattr(controller, "learn_executor", None)
+        if isinstance(learner, _LedgerLearner):
+            return
+        is_plain = type(controller) in (SwarmClientController, CyclicClientController)  # a subclass may send anything
+        if not is_plain or not isinstance(learner, Executor) or isinstance(learner, _CONTROLLERS):
+            raise WsiFlError(
+                f"{type(controller).__name__} sends results past the filters; of the workflows that clients control, "
+                "only FLARE's own swarm and cyclic learning pass"
+            )
+        persistor = fl_ctx.get_engine().get_component(controller.persistor_id)
+        file = Path(getattr(persistor, "source_ckpt_file_full_name", None) or "")  # a relative one is in the job
+        if file.is_absolute() or ".." in file.parts:
+            raise WsiFlError(f"this job would send this site's {file} as its first model; let the job bring that file")
+        controller.learn_executor = _LedgerLearner(controller, learner, self)
+        # else a learner in a process of its own sends its tensors directly to the site that aggregates
+        controller.requires_materialized_task_result = lambda task_name: True
+
+    def release_result(self, result: Shareable, base: object, task: str, fl_ctx: FLContext) -> Shareable:
+        """Return the result of a task as a release; of a failed task its return code alone."""
+        if result.get_return_code() != ReturnCode.OK:
+            return _reply_code(result)
         if not isinstance(base, _TaskBase):
             raise WsiFlError("privacy.json lacks this filter among the task data filters; name it there too")
         dxo = _read_dxo(result, "result", (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF))
@@ -167,8 +206,7 @@ class LedgerFilter(Filter):  # type: ignore[misc]
                 f'each and the meta {UNIT_KEY} = "patient"'
             )
         rows = flatten_update(base.arrays, dxo.data, is_difference=is_difference, per_patient=unit == "patient")
-        job, task_id = fl_ctx.get_job_id(), fl_ctx.get_prop(FLContextKey.TASK_ID)
-        release = UpdateAccount(self._account_terms).release_update(rows, job=str(job), task=str(task_id))
+        release = UpdateAccount(self._account_terms).release_update(rows, job=str(fl_ctx.get_job_id()), task=task)
         self.log_info(fl_ctx, describe_release(release, self._account_terms))
         if dropped := _list_dropped(result, dxo, base.arrays):
             self.log_info(fl_ctx, f"not sent: {', '.join(dropped)}")
@@ -178,6 +216,40 @@ class LedgerFilter(Filter):  # type: ignore[misc]
         for key, value in base.headers.items():
             answer.set_header(key, value)
         return answer
+
+
+class _LedgerLearner(Executor):  # type: ignore[misc]
+    """The learner of a workflow that clients control: it returns releases, which the workflow may send to anyone."""
+
+    def __init__(self, controller: Executor, learner: Executor, ledger_filter: LedgerFilter) -> None:
+        super().__init__()
+        self._controller, self._learner, self._filter = controller, learner, ledger_filter
+
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+        """Train, and return the release of a round, which is charged once."""
+        try:
+            base = _copy_base(shareable)
+            task = f"{self._controller.workflow_id}, round {shareable.get_header(AppConstants.CURRENT_ROUND)}"
+            result = self._learner.execute(task_name, shareable, fl_ctx, abort_signal)
+            return self._filter.release_result(result, base, task, fl_ctx)
+        except Exception as error:
+            self._filter.log_refusal(error, fl_ctx)
+            return make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
+
+
+def _require_entries(fl_ctx: FLContext) -> None:
+    """Require that privacy.json names the filter at the other two places."""
+    scope, components = fl_ctx.get_prop(FLContextKey.SCOPE_OBJECT), fl_ctx.get_engine().get_all_components()
+    results = scope.task_result_filters[FilterKey.OUT] if scope else []
+    for place, entries in (("components", components.values()), ("task result filters", results)):
+        if not any(isinstance(entry, LedgerFilter) for entry in entries):
+            raise WsiFlError(f"privacy.json lacks this filter among its {place}; name it there too")
+
+
+def _reply_code(result: Shareable) -> Shareable:
+    """Return an answer with the return code alone, which an executor may set to anything."""
+    code = result.get_return_code()
+    return make_reply(code if code in _RETURN_CODES else ReturnCode.EXECUTION_EXCEPTION)
 
 
 def _read_dxo(shareable: Shareable, label: str, kinds: tuple[str, ...]) -> DXO:

@@ -368,7 +368,7 @@ class SecureComm:
     def _raise_if_ended(self, sequence_id: str) -> None:
         if self._end_error is None and (broken := self.transport.failure_reason()):
             self._end_error = mark_fault(ReportableError(broken), "aborted")
-        is_ignored = self._lossy or self._ended_after(sequence_id)
+        is_ignored = self._lossy or self._can_complete(sequence_id)
         error = self._end_error or (None if is_ignored else self._peer_error)
         if error is not None:
             raise error
@@ -376,7 +376,7 @@ class SecureComm:
             raise SitesDroppedOut(f"the clock of {self.identity.name} was set")
         self._check_certificates()
 
-    def _ended_after(self, sequence_id: str) -> bool:
+    def _can_complete(self, sequence_id: str) -> bool:
         """Return whether a peer ended just now, after its document of this gathering: the others complete it too.
 
         Otherwise some would go on to the next step, and others not.

@@ -13,9 +13,9 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from wsi_fl.slides.patching.outline_files import list_polygons, read_outlines, shorten_text
+from wsi_fl.slides.patching.outline_files import list_polygons, read_outlines
 from wsi_fl.slides.patching.outline_placement import Origin, SlideGeometry, place_outlines, transform_area
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import WsiFlError, shorten_text
 
 OutlineRole: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
 """The meaning of a group of outlines."""

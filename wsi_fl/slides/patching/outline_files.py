@@ -21,7 +21,7 @@ import shapely
 from numpy.typing import NDArray
 
 from wsi_fl.system.files import require_regular_file
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import WsiFlError, shorten_text
 
 Corner = Literal["bounds", "slide"]
 """The origin of coordinates: the corner of the scanned area, as in QuPath, or that of the slide, as in OpenSlide."""
@@ -83,12 +83,6 @@ class Outlines:
         enumeration = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
         prefix = "" if self.areas else "nothing was taken from it; "
         return f"{prefix}left out as no outlined areas: {enumeration}"
-
-
-def shorten_text(text: str, max_chars: int) -> str:
-    """Return a text of a file in one line, shortened."""
-    line = " ".join(text.split())
-    return line if len(line) <= max_chars else line[: max_chars - 1] + "…"
 
 
 def list_polygons(geometry: _Geometry) -> list[_Geometry]:
