@@ -120,7 +120,18 @@ def test_probabilities_equal_those_of_monais_run_of_the_exported_bundle(trained,
 
 def test_the_document_names_files_that_agree_with_each_other(trained, predicted):
     study, run, slides = trained
-    assert set(predicted) == {"run", "site", "model", "slides", "failed", "done", "missing", "table", "seconds"}
+    assert set(predicted) == {
+        "run",
+        "site",
+        "model",
+        "slides",
+        "failed",
+        "done",
+        "missing",
+        "missing_parts",
+        "table",
+        "seconds",
+    }
     assert (predicted["run"], predicted["site"], predicted["failed"]) == (run, "C1", [])
     assert [row["slide"] for row in predicted["slides"]] == [path.stem for path in slides]
     for row in predicted["slides"]:
