@@ -79,7 +79,9 @@ def call_filter(component: object, chain: str, dxo: DXO, context: FLContext) -> 
 def make_context(component: object) -> FLContext:
     context, engine = (
         FLContext(),
-        SimpleNamespace(get_all_components=lambda: {"ledger": component}, fire_event=lambda *_: None),
+        SimpleNamespace(
+            get_all_components=lambda: {"ledger": component}, fire_event=lambda *_: None, handlers=[component]
+        ),
     )
     context.get_engine, context.get_job_id = (lambda: engine), (lambda default=None: "study")
     for key, value in (

@@ -25,7 +25,10 @@ _fsync = os.fsync
 def make_context(component, job, task, executor=None, result_filter=True, persistor=None):
     """Return a client's context of a task, as FLARE fills it."""
     engine = SimpleNamespace(
-        get_all_components=lambda: {"ledger": component}, get_component=lambda _: persistor, fire_event=lambda *_: None
+        get_all_components=lambda: {"ledger": component},
+        get_component=lambda _: persistor,
+        fire_event=lambda *_: None,
+        handlers=[component, executor],
     )
     scope = SimpleNamespace(task_result_filters={FilterKey.IN: [], FilterKey.OUT: [component] if result_filter else []})
     context = FLContext()
@@ -33,6 +36,7 @@ def make_context(component, job, task, executor=None, result_filter=True, persis
         (FLContextKey.TASK_ID, task),
         (FLContextKey.RUNNER, SimpleNamespace(find_executor=lambda _: executor)),
         (FLContextKey.SCOPE_OBJECT, scope),
+        (FLContextKey.APP_ROOT, "app"),
     ):
         context.set_prop(key, value, private=True, sticky=False)
     context.get_engine = lambda: engine

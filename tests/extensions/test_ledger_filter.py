@@ -1,5 +1,6 @@
 """The filter for NVIDIA FLARE releases nothing but clipped and noised updates, each charged once, whatever happens."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -17,11 +18,15 @@ from wsi_fl.privacy.ledger_file import LedgerFile
 pytest.importorskip("nvflare")
 from crash_release import make_context, pass_filter
 from nvflare.apis.dxo import DXO, DataKind
+from nvflare.apis.event_type import EventType
+from nvflare.apis.executor import Executor
 from nvflare.apis.filter import ContentBlockedException, FilterChainType, FilterContextKey
+from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import EventScope, FedEventHeader, FLContextKey
 from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.utils.event import fire_event_to_components
 
-from wsi_fl.hospitals.flare.ledger_filter import LedgerFilter
+from wsi_fl.hospitals.flare.ledger_filter import _CHANNELS, LedgerFilter
 
 CRASH = Path(__file__).with_name("crash_release.py")
 ACCOUNT = """
@@ -322,6 +327,57 @@ def test_events_of_a_job_do_not_leave(account):
         context.set_prop(FLContextKey.EVENT_SCOPE, scope, private=True, sticky=False)
         ledger_filter.handle_event("fed.analytix_log_stats", context)
         assert (event.get_header(FedEventHeader.DIRECTION) == "in") == stopped
+
+
+class Listener(FLComponent):
+    """Stands for a component of a job: it notes each event, and where the event is from."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def handle_event(self, event_type, fl_ctx):
+        data = fl_ctx.get_prop(FLContextKey.EVENT_DATA)
+        came_from = data.get_header(FedEventHeader.DIRECTION) if isinstance(data, Shareable) else None
+        self.heard.append((event_type, came_from))
+
+
+def begin_run(ledger_filter, *others):
+    """Return the context of a run in which the filter was last among the handlers when the run began."""
+    context = make_context(ledger_filter, "job-a", "t1")
+    engine = context.get_engine()
+    engine.handlers = [*others, ledger_filter]
+    engine.fire_event = lambda event, context: fire_event_to_components(event, engine.handlers, context)
+    engine.fire_event(EventType.ABOUT_TO_START_RUN, context)
+    return context
+
+
+def test_a_component_of_the_job_hears_an_event_after_it_was_stopped(account):
+    ledger_filter, listeners = LedgerFilter(str(account)), [Listener(), Listener()]
+    context = begin_run(ledger_filter, *listeners)
+    context.set_prop(FLContextKey.EVENT_DATA, Shareable(), private=True, sticky=False)
+    context.set_prop(FLContextKey.EVENT_SCOPE, EventScope.FEDERATION, private=True, sticky=False)
+    context.get_engine().fire_event("fed.analytix_log_stats", context)
+    for listener in listeners:
+        assert listener.heard == [(EventType.ABOUT_TO_START_RUN, None), ("fed.analytix_log_stats", "in")]
+    context.get_engine().handlers.insert(0, Listener())
+    ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, FilterChainType.TASK_DATA_CHAIN)
+    with pytest.raises(ContentBlockedException, match="another component hears events before this filter"):
+        ledger_filter.process(DXO(DataKind.WEIGHTS, dict(BASE)).to_shareable(), context)
+
+
+@pytest.mark.parametrize("module", _CHANNELS)
+def test_a_component_with_a_channel_of_its_own_ends_the_job_before_it_begins(account, module):
+    assert importlib.util.find_spec(module)  # FLARE has it
+    base = type("Base", (Executor,), {"__module__": module, "execute": lambda self: None})
+    ledger_filter, listener = LedgerFilter(str(account)), Listener()
+    executor = type("Sender", (base,), {})()
+    begin_run(ledger_filter, listener, executor)
+    assert (EventType.FATAL_SYSTEM_ERROR, None) in listener.heard  # which ends the run
+    ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, FilterChainType.TASK_DATA_CHAIN)
+    with pytest.raises(ContentBlockedException, match="Sender sends past the filters, by a channel of its own"):
+        context = make_context(ledger_filter, "job-a", "t1", executor)
+        ledger_filter.process(DXO(DataKind.WEIGHTS, dict(BASE)).to_shareable(), context)
 
 
 @pytest.mark.parametrize(

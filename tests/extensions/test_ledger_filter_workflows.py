@@ -1,7 +1,5 @@
 """Workflows that clients control (swarm, cyclic) get releases from their learners, and all others are refused."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from dp_accounting import get_epsilon_gaussian
@@ -16,12 +14,14 @@ from nvflare.apis.filter import ContentBlockedException, FilterChainType, Filter
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 from nvflare.app_common.ccwf.client_controller_executor import ClientControllerExecutor
+from nvflare.app_common.ccwf.comps.np_file_model_persistor import NPFileModelPersistor
 from nvflare.app_common.ccwf.cse_client_ctl import CrossSiteEvalClientController
 from nvflare.app_common.ccwf.cyclic_client_ctl import CyclicClientController
 from nvflare.app_common.ccwf.swarm_client_ctl import SwarmClientController
+from nvflare.app_common.np.np_model_persistor import NPModelPersistor
 from nvflare.edge.executors.hug import HierarchicalUpdateGatherer
 
-from wsi_fl.hospitals.flare.ledger_filter import LedgerFilter
+from wsi_fl.hospitals.flare.ledger_filter import _PERSISTORS, LedgerFilter
 
 BASE = {"w": np.zeros((2, 3), np.float32), "b": np.ones(2)}
 WORKFLOWS = [SwarmClientController, CyclicClientController]
@@ -40,6 +40,10 @@ class Learner(Executor):
 
 
 class OwnSwarm(SwarmClientController):
+    pass
+
+
+class OwnPersistor(NPModelPersistor):
     pass
 
 
@@ -67,6 +71,7 @@ def make_workflow(kind=SwarmClientController, answer=None):
 
 def call_filter(ledger_filter, workflow, chain, message, task="t1", **given):
     ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, chain)
+    given = {"persistor": NPModelPersistor()} | given
     return ledger_filter.process(message, make_context(ledger_filter, "job-a", task, workflow, **given))
 
 
@@ -165,12 +170,37 @@ def test_a_workflow_as_the_learner_of_a_workflow_is_refused(account):
     refuse(account, workflow, "sends results past the filters")
 
 
-@pytest.mark.parametrize("path", ["/srv/models/ours.pt", "../../ours.pt"])
-def test_a_workflow_does_not_begin_with_a_model_file_of_the_site(account, path):
-    persistor = SimpleNamespace(source_ckpt_file_full_name=path)
-    refuse(account, make_workflow(), f"would send this site's {path} as its first model", persistor=persistor)
-    persistor.source_ckpt_file_full_name = "start.pt"  # brought by the job
-    configure(account, make_workflow(), persistor=persistor)
+@pytest.mark.parametrize("key", ["source_ckpt_file_full_name", "ckpt_preload_path"])
+def test_a_workflow_begins_with_no_model_file_but_one_of_the_job(account, tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    app = tmp_path / "app"
+    (app / "custom").mkdir(parents=True)
+    persistor = type("PTFileModelPersistor", (), {"__module__": "nvflare.app_opt.pt.file_model_persistor"})()
+    for kind in (NPModelPersistor(), NPFileModelPersistor(), persistor):
+        for path in ("start.pt", str(app / "model.pt"), None):  # brought by the job
+            setattr(kind, key, path)
+            configure(account, make_workflow(), persistor=kind)
+        (app / "custom" / "link.pt").symlink_to(tmp_path / "ours.pt")
+        (app / "link.pt").symlink_to(tmp_path / "ours.pt")
+        for path in (str(tmp_path / "ours.pt"), "../../ours.pt", "link.pt"):
+            setattr(kind, key, path)
+            words = f"would send this site's {path} as its first model"
+            refuse(account, make_workflow(), words, persistor=kind)
+        (app / "custom" / "link.pt").unlink()
+        (app / "link.pt").unlink()
+
+
+@pytest.mark.parametrize("persistor", [OwnPersistor(), type("Other", (), {})(), None], ids=lambda it: type(it).__name__)
+def test_a_workflow_with_another_persistor_is_refused(account, persistor):
+    words = f"{type(persistor).__name__} may send a file of this site as the first model; use one of NPFileModel"
+    refuse(account, make_workflow(), words, persistor=persistor)
+
+
+def test_the_persistors_that_pass_are_flare_s():
+    from nvflare.app_opt.pt.file_model_persistor import PTFileModelPersistor
+
+    classes = NPFileModelPersistor, NPModelPersistor, PTFileModelPersistor
+    assert tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in classes) == _PERSISTORS
 
 
 def test_a_workflow_needs_the_filter_at_all_three_places(account):

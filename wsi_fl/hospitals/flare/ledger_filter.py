@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
 from nvflare.apis.filter import ContentBlockedException, Filter, FilterChainType, FilterContextKey
 from nvflare.apis.fl_constant import EventScope, FedEventHeader, FilterKey, FLContextKey, ReturnCode
@@ -44,6 +45,22 @@ _FLOAT, _NUMBER = "f", "fiub"  # kinds of numpy's types
 _RETURN_CODES = [code for name, code in vars(ReturnCode).items() if name.isupper()]
 _CONTROLLERS = (ClientSideController, ClientControllerExecutor, HierarchicalUpdateGatherer)
 """Executors that send models by messages of their own, past the task result filters."""
+_CHANNELS = (
+    "nvflare.app_common.streamers.object_retriever",
+    "nvflare.app_common.tie",
+    "nvflare.app_opt.p2p",
+    "nvflare.app_opt.tracking.mlflow.mlflow_receiver",
+    "nvflare.app_opt.tracking.wandb.wandb_receiver",
+    "nvflare.app_opt.xgboost",
+    "nvflare.collab",
+)
+"""Modules of FLARE whose components send by channels of their own. Names, as for persistors: so none is imported."""
+_PERSISTORS = (
+    "nvflare.app_common.ccwf.comps.np_file_model_persistor.NPFileModelPersistor",
+    "nvflare.app_common.np.np_model_persistor.NPModelPersistor",
+    "nvflare.app_opt.pt.file_model_persistor.PTFileModelPersistor",
+)
+"""Classes whose first model is in the job, unless one of two attributes names another file."""
 
 Tensors = Mapping[str, Any]
 """Tensors of a model by name, of numpy or PyTorch."""
@@ -136,6 +153,8 @@ class LedgerFilter(Filter):  # type: ignore[misc]
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Stop an event of the job on its way to the server, by marking it as one that came from there."""
+        if event_type == EventType.ABOUT_TO_START_RUN:
+            self._begin_run(fl_ctx)
         data = fl_ctx.get_prop(FLContextKey.EVENT_DATA)
         if fl_ctx.get_prop(FLContextKey.EVENT_SCOPE) != EventScope.FEDERATION or not isinstance(data, Shareable):
             return
@@ -144,6 +163,16 @@ class LedgerFilter(Filter):  # type: ignore[misc]
             if event_type not in self._stopped_events:
                 self._stopped_events.add(event_type)
                 self.log_info(fl_ctx, f"not sent: events {event_type}")
+
+    def _begin_run(self, fl_ctx: FLContext) -> None:
+        """Hear events before the job's components, which may send them, and end a job with channels of its own."""
+        try:
+            engine = fl_ctx.get_engine()
+            engine.handlers.remove(self)  # FLARE goes through this list by index: no other component misses this event
+            engine.handlers.insert(0, self)
+            _refuse_channels(engine)
+        except Exception as error:
+            self.system_panic(self.log_refusal(error, fl_ctx), fl_ctx)
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Store a task's weights, or return its result as a release that is charged and on disk."""
@@ -183,10 +212,8 @@ class LedgerFilter(Filter):  # type: ignore[misc]
                 f"{type(controller).__name__} sends results past the filters; of the workflows that clients control, "
                 "only FLARE's own swarm and cyclic learning pass"
             )
-        persistor = fl_ctx.get_engine().get_component(controller.persistor_id)
-        file = Path(getattr(persistor, "source_ckpt_file_full_name", None) or "")  # a relative one is in the job
-        if file.is_absolute() or ".." in file.parts:
-            raise WsiFlError(f"this job would send this site's {file} as its first model; let the job bring that file")
+        app = Path(fl_ctx.get_prop(FLContextKey.APP_ROOT))
+        _guard_first_model(fl_ctx.get_engine().get_component(controller.persistor_id), app)
         controller.learn_executor = _LedgerLearner(controller, learner, self)
         # else a learner in a process of its own sends its tensors directly to the site that aggregates
         controller.requires_materialized_task_result = lambda task_name: True
@@ -237,13 +264,37 @@ class _LedgerLearner(Executor):  # type: ignore[misc]
             return make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
 
 
+def _guard_first_model(persistor: object, app: Path) -> None:
+    """Require that a workflow's first model comes from the folder of the job's app, not from a file of the site."""
+    kind = type(persistor)
+    if f"{kind.__module__}.{kind.__qualname__}" not in _PERSISTORS:  # a subclass may read any file
+        allowed = ", ".join(name.rpartition(".")[2] for name in _PERSISTORS)
+        raise WsiFlError(f"{kind.__name__} may send a file of this site as the first model; use one of {allowed}")
+    for key, folder in (("source_ckpt_file_full_name", app / "custom"), ("ckpt_preload_path", app)):
+        file = getattr(persistor, key, None)
+        if file and not (folder / file).resolve().is_relative_to(app.resolve()):
+            raise WsiFlError(f"this job would send this site's {file} as its first model; let the job bring that file")
+
+
+def _refuse_channels(engine: Any) -> None:
+    """Refuse a job with a component, such as an executor, that sends by a channel of its own."""
+    for entry in (*engine.get_all_components().values(), *engine.handlers):
+        modules = [f"{kind.__module__}." for kind in type(entry).__mro__]
+        if any(module.startswith(f"{name}.") for module in modules for name in _CHANNELS):
+            raise WsiFlError(f"{type(entry).__name__} sends past the filters, by a channel of its own")
+
+
 def _require_entries(fl_ctx: FLContext) -> None:
-    """Require that privacy.json names the filter at the other two places."""
-    scope, components = fl_ctx.get_prop(FLContextKey.SCOPE_OBJECT), fl_ctx.get_engine().get_all_components()
+    """Require that privacy.json names the filter at the other two places, and that nothing of the job passes it."""
+    engine = fl_ctx.get_engine()
+    scope, components = fl_ctx.get_prop(FLContextKey.SCOPE_OBJECT), engine.get_all_components()
     results = scope.task_result_filters[FilterKey.OUT] if scope else []
     for place, entries in (("components", components.values()), ("task result filters", results)):
         if not any(isinstance(entry, LedgerFilter) for entry in entries):
             raise WsiFlError(f"privacy.json lacks this filter among its {place}; name it there too")
+    if not isinstance(engine.handlers[0], LedgerFilter):
+        raise WsiFlError("another component hears events before this filter, and could send them; use NVIDIA FLARE 2.9")
+    _refuse_channels(engine)  # again: a component may have been built since the run began
 
 
 def _reply_code(result: Shareable) -> Shareable:
