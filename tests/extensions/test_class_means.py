@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from browser import CHROMIUM, browser
 from conftest import make_study, nightly, refused, write_features, write_store
-from file_changes import make_real
+from file_changes import edit, make_real
 from test_oneshot import HEADS, D
 
 from wsi_fl.oneshot import class_means as module
@@ -109,6 +109,17 @@ def test_before_a_release_the_page_shows_what_would_leave_and_charges_nothing(st
     assert show(study)[0]["file"] == "stores/S0/statistics.safetensors"  # the copy beside the store
 
 
+def test_what_may_not_be_released_is_not_shown_as_what_would_leave(study):
+    make_real(study, "S0", says="real = true\nmax_epsilon = 3\ndelta = 1e-5\n")
+    refused(lambda: show(study), "above its 3", error=WsiFlError)  # of ε at σ = 0.3
+    exact = "privacy.enabled=false"
+    refused(lambda: show(study, exact), "a model without differential privacy may not leave", error=WsiFlError)
+    edit(study.site_path("S0"), more='allow = ["model"]\n')
+    text = show(study, exact)[1]
+    assert "that of a class with one patch is the features of this patch" in text and "feature of a single" not in text
+    assert not study.ledger_path("S0").exists()
+
+
 def test_a_released_file_is_shown_where_nothing_of_its_hospital_is(study):
     release(study)
     shutil.rmtree(study.store_path("S0").parent)
@@ -141,6 +152,8 @@ def test_public_patches_unlike_the_class_are_said_to_tell_nothing(study, monkeyp
 def test_sources_that_are_not_public_and_what_does_not_match_are_refused(study, tmp_path, monkeypatch):
     release(study)
     refused(lambda: show(study, "model.projection=5"), "another projection than model.projection")
+    write_store(study, "S0", **PUBLIC)
+    refused(lambda: show(study, sources=[study.store_path("S0")]), "patches of site S0 itself")
     write_store(study, "X", size_px=16, mpp=0.5)
     refused(lambda: show(study, sources=[study.store_path("X")], public=True), "8 µm wide", "set tile.size_px=8")
     write_store(study, "X", **PUBLIC)

@@ -78,6 +78,17 @@ def test_another_field_of_view_is_refused_unless_the_settings_allow_it(study):
     joined(study, "train.any_patch_size=true")
 
 
+def test_a_file_of_an_earlier_version_hides_no_other_field_of_view(study):
+    for site in ("S0", "S1"):
+        extract(study, site, ONE)
+        released(study, site)
+    shutil.rmtree(study.store_path("S1").parent)
+    as_earlier(study, "S0")
+    joined(study)
+    extract(study, "S2", ONE, size_px=16)
+    refused(lambda: joined(study), "(8 px at 0.5 µm/px) as the field of view of its patches")
+
+
 def test_files_of_earlier_versions_stay_valid_and_are_written_again_byte_for_byte(study):
     extract(study, "S0", ONE)
     released(study)

@@ -131,6 +131,10 @@ def test_scores_by_class_statistics_are_the_likelihoods_of_noisy_means():
         for row, label, score in zip(records[1], labels[1], found[1][:, k], strict=True):
             normal = multivariate_normal(mean[label], covariance + np.eye(4) * variance[label])
             assert score == pytest.approx(normal.logpdf(row) + 2 * log(2 * np.pi) + log(n[label] / n.sum()))
+    weights = torch.tensor([0.1, 1.0], dtype=torch.float64)  # of the precision of a release: the shares stay
+    head.set_noisy_statistics(exact, (exact.view(2, -1) * weights[:, None]).flatten(), 9.0 * weights**2)
+    for mine, usual in zip(read_class_means(head, head.sums.detach()), (means, noise, counts), strict=True):
+        assert mine == pytest.approx(usual, rel=1e-4, abs=1e-5)
     head.set_noisy_statistics(exact, head.pack_statistics(z[y == 0], y[y == 0]), 0.0)
     assert read_class_means(head, head.sums.detach())[1].tolist() == [0.0, 1.0]  # the second class may lie anywhere
 

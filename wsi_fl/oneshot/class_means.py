@@ -263,6 +263,8 @@ class _PatchSearch:
         spec = build_grid_spec(self.pipeline)
         if path.suffix == ".h5":
             with PatchStore(path) as store:
+                if store.meta.site == self.header.site:
+                    raise UsageError(f"{path}: patches of site {store.meta.site} itself; take public ones")
                 rows, spec, table = sample_indices(len(store), MAX_PATCHES), store.meta.spec, store.table
                 slides, corners, pixels = table.slide[rows].tolist(), table.xy_l0[rows], store.read(rows)
         else:
@@ -307,10 +309,13 @@ def _describe_class(mean: ClassMean, strips: Sequence[Sequence[PublicPatch]]) ->
 
 def render_class_lines(document: Mapping[str, Any]) -> Lines:
     """Yield a line for each class, and the page."""
+    unit = document["example"] if document["unit"] == "row" else document["unit"]
+    units = "patches" if unit == "patch" else f"{unit}s"
     for row in document["classes"]:
         ratio = "larger than the mean" if row["noise_ratio"] is None else f"{row['noise_ratio']:.2f} of the mean"
-        noise = "hidden by the noise" if row["hidden"] else f"noise {ratio}" if document["sigma"] else "no noise"
-        yield TextLine(f"  {row['class']}: about {max(0, row['count']):.0f} {document['unit']}s; {noise}")
+        hidden = "hidden by the noise" if document["sigma"] else "none at this site"
+        noise = hidden if row["hidden"] else f"noise {ratio}" if document["sigma"] else "no noise"
+        yield TextLine(f"  {row['class']}: about {max(0, row['count']):.0f} {units}; {noise}")
     yield TextLine(f"{document['page']}: the public patches nearest to each class mean")
     if document["file"] is None:
         yield TextLine("not released, and nothing was charged: the page must not leave the hospital", "yellow")

@@ -146,12 +146,13 @@ def _find_copy(study: Study, ledger: PrivacyLedger, *files: Path) -> tuple[str, 
 def preview_statistics(study: Study, pipeline: Pipeline, site: SiteFile) -> ReleasedStatistics:
     """Return a site's exact statistics, with the noise variance and the ε that their release would have.
 
-    Nothing is written or charged. The result must not leave the site.
+    Nothing is written or charged. The result must not leave the site. What may not be released is refused here too.
     """
     privacy_account.require_budget(site)
     with _build_context(study.freeze_sites(), pipeline, site) as context:
         ledger = _open_ledger(context)
         head, plan, n = _compute_statistics(context, ledger)
+        ledger.check_release(plan, "model")
         variance = np.full(head.shape[0], plan.sigma**2 if plan else 0.0)
         vector = np.append(head.noiseless_statistics.cpu().numpy(), variance).astype(np.float32)
         header = _build_full_header(context, ledger, plan, n, digest_values(vector))

@@ -250,14 +250,20 @@ def open_projection(study: Study, path: str) -> Projection:
 def refuse_other_features(data: SiteData, headers: Iterable[StatisticsHeader]) -> None:
     """Refuse statistics of other features than those of a site's store, or of each other; UsageError names the odd one.
 
-    As in the preflight, golden vectors and the field of view are compared where all sides have them.
+    As in the preflight, golden vectors are compared where all sides have them; the field of view is compared among
+    those that know it.
     """
     store = build_header(data) | {"site": f"the store of {data.site}"}
     documents = [store, *(header.model_dump() for header in headers)]
-    any_patch_size = data.pipeline.train.any_patch_size or not all(document["size_px"] for document in documents)
-    settings = {"settings": {"train.any_patch_size": any_patch_size}}
+    measured = [document for document in documents if document["size_px"] and document["mpp"]]
+    is_any = data.pipeline.train.any_patch_size
     try:
-        compare_sites([document | settings for document in documents])
+        for some, ignores_field in (
+            (measured or documents, is_any),
+            (documents, is_any or len(measured) < len(documents)),
+        ):
+            settings = {"settings": {"train.any_patch_size": ignores_field}}
+            compare_sites([document | settings for document in some])
     except NoCommonPlan as error:
         raise UsageError(
             f"released statistics: {error}; extract the features of the odd one anew; another release spends ε again"

@@ -291,11 +291,7 @@ class PrivacyLedger:
         Raises:
             WsiFlError: when the content may not leave without differential privacy, or is not finite.
         """
-        if content not in self.terms.allow and not self._is_protective(round_, mechanism):
-            raise WsiFlError(
-                f"sites/{self.site}.toml: a {content} without differential privacy may not leave this site; "
-                f'add allow = ["{content}"] there, or switch privacy on'
-            )
+        self._require_allowed(round_, mechanism, content)
         if not np.isfinite(vector).all():
             raise WsiFlError(
                 f"site {self.site}: its {content} is not finite in round {round_}; lower the learning rate (train.lr)"
@@ -303,6 +299,18 @@ class PrivacyLedger:
         sha256 = digest_values(vector)
         round_ = self.record(round_, mechanism, f"{content} {sha256}")
         return self._seal_release(round_, vector, schema, weight, sha256)
+
+    def check_release(self, mechanism: Mechanism | None, content: str) -> None:
+        """Raise the error of `release` for content that may not leave, or a spent budget; nothing is recorded."""
+        self._require_allowed(None, mechanism, content)
+        self._check_budget(self.last_final_round() + 1, mechanism)
+
+    def _require_allowed(self, round_: int | None, mechanism: Mechanism | None, content: str) -> None:
+        if content not in self.terms.allow and not self._is_protective(round_, mechanism):
+            raise WsiFlError(
+                f"sites/{self.site}.toml: a {content} without differential privacy may not leave this site; "
+                f'add allow = ["{content}"] there, or switch privacy on'
+            )
 
     def _is_protective(self, round_: int | None, mechanism: Mechanism | None) -> bool:
         """Return whether a release under `mechanism`, on top of earlier ones, has a meaningful ε."""

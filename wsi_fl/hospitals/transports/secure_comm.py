@@ -317,8 +317,9 @@ class SecureComm:
             code, text = _END_REASONS[header["place"]]
             reason, sender = f"site {header['sender']} {text}", header["sender"]
             error = SitesDroppedOut(reason, [sender]) if self._tolerates_dropout else ReportableError(reason)
-            self._peer_error = mark_fault(error, code, sender)
-            self._ended_peer, self._ended_s = sender, time.monotonic()
+            if not self._ended_peer:
+                self._peer_error = mark_fault(error, code, sender)
+                self._ended_peer, self._ended_s = sender, time.monotonic()
         self._condition.notify_all()
         return "taken"
 

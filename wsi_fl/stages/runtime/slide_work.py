@@ -27,6 +27,7 @@ Watch = Callable[[int, int, str], None]
 _LOOK_S = 1.0
 """Seconds between looks at what others have done."""
 _MIN_WAIT_S, _MAX_WAIT_S = 0.02, 5.0
+_CLOSING = "closing"
 _MAX_NAMED_WORKERS, _MAX_NAMED_PARTS = 4, 20
 
 
@@ -129,7 +130,8 @@ class SlideWork:
         if part is not None:
             numbers = {number % part.n_parts + 1 for number, name in enumerate(items) if name in missing}
             self.missing_parts = sorted(numbers)
-        if n_taken := sum(self.job.collect_on_ranks(lambda: self.shared.n_taken_over - n_taken_before)):
+        n_taken = sum(self.job.collect_on_ranks(lambda: self.shared.n_taken_over - n_taken_before))
+        if n_taken and phase != _CLOSING:
             self.job.print_message(f"  {self._site}: took over {n_taken} of the slides from jobs that died")
         self.job_items = {name for name, (group, _) in outcomes.items() if group == self.shared.group}
         return {name: document for name, (_, document) in outcomes.items()}
@@ -156,7 +158,7 @@ class SlideWork:
                 except WsiFlError as error:  # told by all who wait
                     yield {"error": str(error)}
 
-        outcome = self.share_items("closing", {"store": None}, write_once, lambda *_: None)["store"]
+        outcome = self.share_items(_CLOSING, {"store": None}, write_once, lambda *_: None)["store"]
         self.shared.finish_work()
         if "error" in outcome:
             raise WsiFlError(outcome["error"])
