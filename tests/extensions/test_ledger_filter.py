@@ -19,7 +19,6 @@ pytest.importorskip("nvflare")
 from crash_release import make_context, pass_filter
 from nvflare.apis.dxo import DXO, DataKind
 from nvflare.apis.event_type import EventType
-from nvflare.apis.executor import Executor
 from nvflare.apis.filter import ContentBlockedException, FilterChainType, FilterContextKey
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.fl_constant import EventScope, FedEventHeader, FLContextKey
@@ -369,14 +368,12 @@ def test_a_component_of_the_job_hears_an_event_after_it_was_stopped(account):
 @pytest.mark.parametrize("module", _CHANNELS)
 def test_a_component_with_a_channel_of_its_own_ends_the_job_before_it_begins(account, module):
     assert importlib.util.find_spec(module)  # FLARE has it
-    base = type("Base", (Executor,), {"__module__": module, "execute": lambda self: None})
+    base = type("Base", (FLComponent,), {"__module__": module})
     ledger_filter, listener = LedgerFilter(str(account)), Listener()
-    executor = type("Sender", (base,), {})()
-    begin_run(ledger_filter, listener, executor)
+    context = begin_run(ledger_filter, listener, type("Sender", (base,), {})())
     assert (EventType.FATAL_SYSTEM_ERROR, None) in listener.heard  # which ends the run
     ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, FilterChainType.TASK_DATA_CHAIN)
     with pytest.raises(ContentBlockedException, match="Sender sends past the filters, by a channel of its own"):
-        context = make_context(ledger_filter, "job-a", "t1", executor)
         ledger_filter.process(DXO(DataKind.WEIGHTS, dict(BASE)).to_shareable(), context)
 
 

@@ -175,19 +175,17 @@ def test_a_workflow_begins_with_no_model_file_but_one_of_the_job(account, tmp_pa
     monkeypatch.chdir(tmp_path)
     app = tmp_path / "app"
     (app / "custom").mkdir(parents=True)
-    persistor = type("PTFileModelPersistor", (), {"__module__": "nvflare.app_opt.pt.file_model_persistor"})()
-    for kind in (NPModelPersistor(), NPFileModelPersistor(), persistor):
+    for folder in (app, app / "custom"):
+        (folder / "link.pt").symlink_to(tmp_path / "ours.pt")
+    stand_in = type("PTFileModelPersistor", (), {"__module__": "nvflare.app_opt.pt.file_model_persistor"})()
+    for persistor in (NPModelPersistor(), NPFileModelPersistor(), stand_in):
         for path in ("start.pt", str(app / "model.pt"), None):  # brought by the job
-            setattr(kind, key, path)
-            configure(account, make_workflow(), persistor=kind)
-        (app / "custom" / "link.pt").symlink_to(tmp_path / "ours.pt")
-        (app / "link.pt").symlink_to(tmp_path / "ours.pt")
+            setattr(persistor, key, path)
+            configure(account, make_workflow(), persistor=persistor)
         for path in (str(tmp_path / "ours.pt"), "../../ours.pt", "link.pt"):
-            setattr(kind, key, path)
+            setattr(persistor, key, path)
             words = f"would send this site's {path} as its first model"
-            refuse(account, make_workflow(), words, persistor=kind)
-        (app / "custom" / "link.pt").unlink()
-        (app / "link.pt").unlink()
+            refuse(account, make_workflow(), words, persistor=persistor)
 
 
 @pytest.mark.parametrize("persistor", [OwnPersistor(), type("Other", (), {})(), None], ids=lambda it: type(it).__name__)
