@@ -258,12 +258,12 @@ def refuse_other_features(data: SiteData, headers: Iterable[StatisticsHeader]) -
     measured = [document for document in documents if document["size_px"] and document["mpp"]]
     is_any = data.pipeline.train.any_patch_size
     try:
-        for some, ignores_field in (
+        for selection, ignores_field in (
             (measured or documents, is_any),
             (documents, is_any or len(measured) < len(documents)),
         ):
             settings = {"settings": {"train.any_patch_size": ignores_field}}
-            compare_sites([document | settings for document in some])
+            compare_sites([document | settings for document in selection])
     except NoCommonPlan as error:
         raise UsageError(
             f"released statistics: {error}; extract the features of the odd one anew; another release spends ε again"
