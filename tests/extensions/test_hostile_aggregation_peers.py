@@ -78,7 +78,7 @@ def test_a_hospital_that_drops_out_of_secure_aggregation_is_awaited_until_others
             assert len(charged) == approvals and max(charged) <= most
             assert group.result(site)["lost"] == []
     log = (late.root / "S2" / "stderr.txt").read_text()
-    assert "site 0: it has the sum" in log
+    assert "site 0: it has the sum" in log or "site 1: it has the sum" in log  # one may have heard of the end before
 
 
 TIMEOUT_S = 3.0
