@@ -21,6 +21,9 @@ from wsi_fl.cli.options import (
 )
 from wsi_fl.types import UsageError
 
+_Mpp = Annotated[float | None, Option(help="µm per pixel of pictures without a resolution.")]
+_Public = Annotated[bool, Option("--public", help="These sources are public, though they name a site or patients.")]
+
 
 @partial(announce_start, name="statistics")
 def release_statistics(
@@ -69,10 +72,8 @@ def compute_projection(
     hospitals: Annotated[int, Option(min=1, help="With --rows: number of releasing hospitals.")] = 4,
     epsilon: Annotated[float, Option(min=1e-3, max=1e3, help="With --rows: ε of each release.")] = 1.0,
     shared: Annotated[bool, Option("--shared", help="With --rows: distributed noise (privacy.noise).")] = False,
-    mpp: Annotated[float | None, Option(help="µm per pixel of pictures without a resolution.")] = None,
-    public: Annotated[
-        bool, Option("--public", help="These sources are public, though they name a site or patients.")
-    ] = False,
+    mpp: _Mpp = None,
+    public: _Public = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
@@ -111,10 +112,8 @@ def show_means(
         ),
     ],
     out: Annotated[Path, Option(help="The page to write.")] = Path("class-means.html"),
-    mpp: Annotated[float | None, Option(help="µm per pixel of pictures without a resolution.")] = None,
-    public: Annotated[
-        bool, Option("--public", help="These sources are public, though they name a site or patients.")
-    ] = False,
+    mpp: _Mpp = None,
+    public: _Public = False,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
