@@ -29,13 +29,16 @@ MAX_PATCHES = 500
 class PublicFeatures:
     """Features float32[m, d] of some patches of a source, and the label of their encoder.
 
-    `excluded` names the files of a folder that could not be read.
+    Attributes:
+        excluded: the files of a folder that could not be read.
+        n_slides: slides, or pictures, of the patches; 0 for a table.
     """
 
     source: ProjectionSource
     features: NDArray[np.float32]
     encoder: str
     excluded: Sequence[str] = ()
+    n_slides: int = 1
 
 
 def is_feature_source(path: Path, form: str | None, *, is_named: bool) -> bool:
@@ -71,7 +74,7 @@ def _read_table(path: Path, facts: ImportFacts, private_slides: PrivateSlides | 
         require_public_features(path, features, private_slides, names_patients=names_patients)
     encoder = resolve_encoder([FeatureFile(path.name, path, features.shape[1], FileFacts())], facts)
     source = ProjectionSource(name=path.name, rows=min(len(features), MAX_PATCHES), sha256=file_sha256(path))
-    return PublicFeatures(source, features[sample_indices(len(features), MAX_PATCHES)], encoder)
+    return PublicFeatures(source, features[sample_indices(len(features), MAX_PATCHES)], encoder, n_slides=0)
 
 
 def _read_store(path: Path) -> PublicFeatures:
@@ -81,7 +84,7 @@ def _read_store(path: Path) -> PublicFeatures:
         bags = (store.read_bag(k).features for k in slides)
         features = np.concatenate([bag[sample_indices(len(bag), n_per_slide)] for bag in bags])
         source = ProjectionSource(name=path.name, rows=len(features), sha256=file_sha256(path))
-        return PublicFeatures(source, features, store.meta.encoder)
+        return PublicFeatures(source, features, store.meta.encoder, n_slides=len(slides))
 
 
 def _read_layout(path: Path, form: str, facts: ImportFacts, private_slides: PrivateSlides | None) -> PublicFeatures:
@@ -106,7 +109,7 @@ def _read_layout(path: Path, form: str, facts: ImportFacts, private_slides: Priv
     encoder, features = resolve_encoder(files, facts), np.concatenate(parts)
     digest = combine_digests({file.name: file_sha256(file.path) for file in files})
     source = ProjectionSource(name=path.name, rows=len(features), sha256=digest)
-    return PublicFeatures(source, features, encoder, excluded)
+    return PublicFeatures(source, features, encoder, excluded, len(files))
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:
