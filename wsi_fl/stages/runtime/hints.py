@@ -14,7 +14,7 @@ _METHOD = re.compile(r"\bwsi-fl train --method ([\w-]+)")
 _PIPELINE_OPTION = re.compile(r"--pipeline \S+")
 _MAX_NAMED_PIPELINES = 3
 _SPENDING_COMMAND = "wsi-fl statistics "
-_SPENDING_NOTE = "it spends ε of the budget, once; `wsi-fl train --method oneshot --dry-run` says how much"
+_SPENDING_NOTE = "`statistics` spends ε of the budget, once; `wsi-fl train --method oneshot --dry-run` says how much"
 
 
 def next_command(
