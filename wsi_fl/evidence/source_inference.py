@@ -124,12 +124,9 @@ def calibrate_losses(losses: Sequence[_Array]) -> list[_Array]:
 
 def read_class_means(head: SharedHead, statistics: Tensor) -> _ClassMeans:
     """Return the class means of released statistics, as in `SharedHead.sums`; for other tasks the mean of all."""
-    sums, counts = (part.numpy() for part in head.unpack_statistics(statistics))
-    variances = statistics[-len(counts) :].double().clamp(min=0).numpy()
-    if variances.all():  # a class of weight w has sums, counts and noise of w times their size
-        weights = np.sqrt(variances / variances.max())
-        sums, counts, variances = sums / weights[:, None], counts / weights, variances / weights**2
-    noise = variances * (float(head.clip_scale) / head.layout.sum_scale) ** 2
+    statistics = head.layout.remove_weights(statistics)
+    parts = (*head.unpack_statistics(statistics), head.noise_variances(statistics))
+    sums, counts, noise = (part.numpy() for part in parts)
     if head.kind != "classes":
         sums, counts, noise = (part.sum(0, keepdims=True) for part in (sums, counts, noise))
     sizes = counts.clip(min=1)

@@ -22,7 +22,7 @@ from scipy.stats import beta
 from wsi_fl.models.encoder import encode_batches
 from wsi_fl.oneshot.build_projection import list_files, read_slide_patches
 from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
-from wsi_fl.oneshot.column_sums import SCALE, embed_rows
+from wsi_fl.oneshot.column_sums import embed_rows
 from wsi_fl.oneshot.projection import Projection, random_projection
 from wsi_fl.oneshot.public_features import MAX_PATCHES
 from wsi_fl.oneshot.release_statistics import preview_statistics
@@ -32,7 +32,6 @@ from wsi_fl.oneshot.released_statistics import (
     describe_missing,
     open_projection,
     read_statistics,
-    refuse_another_site,
 )
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.report.inline_pictures import encode_patch
@@ -59,25 +58,24 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ClassMean:
-    """A class mean float64[d] in a site's statistics.
-
-    Attributes:
-        length: length of the mean without noise, estimated; 0 where noise is all.
-        noise_sd: standard deviation of the noise in each component; 0 without noise, infinite for no units.
-        count, count_sd: number of units of the class, with noise, and its standard deviation.
-    """
+    """A class mean float64[d] in a site's statistics."""
 
     name: str
     mean: _Floats
-    length: float
-    noise_sd: float
-    count: float
-    count_sd: float
+    length: float  # of the mean without noise, estimated; 0 where noise is all
+    noise_sd: float  # standard deviation of the noise in each component; 0 without noise, infinite for no units
+    count: float  # number of units of the class, with noise
+    count_sd: float  # standard deviation of that noise
+
+    @property
+    def count_margin(self) -> float:
+        """Half the 95 % interval of the count, by its noise."""
+        return _Z * self.count_sd
 
     @property
     def is_hidden(self) -> bool:
         """Whether noise alone could make the count."""
-        return self.count <= _Z * self.count_sd
+        return self.count <= self.count_margin
 
     @property
     def noise_ratio(self) -> float:
@@ -123,16 +121,13 @@ def unpack_class_means(
     is_row = header.unit == "row"
     if problem := explain_invalid_statistics(head.layout, vector, header.n, header.sigma, rows=is_row):
         raise WsiFlError(f"{label}: no statistics of {header.n} {header.unit}s: {problem}; ask its site for the file")
-    # a class with weight w has sums, counts and noise of w times their size
-    weights = (vector[-header.columns :] / header.sigma**2).sqrt() if header.sigma else torch.ones(header.columns)
+    vector = head.layout.remove_weights(vector)
     sums, counts = head.unpack_statistics(vector)
-    noise_sd = header.sigma / SCALE * float(head.clip_scale)
-    means = []
-    for name, total, count, weight in zip(header.classes, sums, counts.tolist(), weights.tolist(), strict=True):
-        mean = (total / count if count > 0 else torch.zeros_like(total)).numpy()
-        noise = noise_sd * weight / count if count > 0 else inf
-        length = sqrt(max(0.0, float(mean @ mean) - (0.0 if is_exact else len(mean) * noise**2)))
-        means.append(ClassMean(name, mean, length, noise, count / weight, header.sigma / head.layout.count_scale))
+    noise_sds, count_sd, means = head.noise_variances(vector).sqrt(), header.sigma / head.layout.count_scale, []
+    for name, total, count, sd in zip(header.classes, sums, counts.tolist(), noise_sds.tolist(), strict=True):
+        mean, noise_sd = ((total / count).numpy(), sd / count) if count > 0 else (np.zeros(len(total)), inf)
+        length = sqrt(max(0.0, float(mean @ mean) - (0.0 if is_exact else len(mean) * noise_sd**2)))
+        means.append(ClassMean(name, mean, length, noise_sd, count, count_sd))
     return means
 
 
@@ -193,8 +188,10 @@ def show_class_means(
     n_rows = search.read_sources(sources, mpp, public, watcher or SilentProgress())
     nearest = iter(search.nearest)
     strips = [[next(nearest) for _ in points] for points in queries]
+    unit = header.example if header.unit == "row" else header.unit
     document = {
         **header.model_dump(exclude={"task", "n_features", "digest", "classes", "golden"}),
+        "units": "patches" if unit == "patch" else f"{unit}s",
         "file": label,
         "sources": n_rows,
         "classes": [_describe_class(mean, rows) for mean, rows in zip(means, strips, strict=True)],
@@ -218,9 +215,7 @@ def _find_statistics(study: Study, pipeline: Pipeline, site: str) -> tuple[Relea
     for path in (study.release_path(site), study.local_release_path(site)):
         if path.exists():
             label = study.relative_path(path)
-            statistics = read_statistics(path, label)
-            refuse_another_site(statistics.header, site, label)
-            return statistics, label
+            return read_statistics(path, label, site), label
     if site not in study.site_names():
         raise WsiFlError(describe_missing(study, site))
     return preview_statistics(study, pipeline, study.load_site(site)), None
@@ -309,13 +304,11 @@ def _describe_class(mean: ClassMean, strips: Sequence[Sequence[PublicPatch]]) ->
 
 def render_class_lines(document: Mapping[str, Any]) -> Lines:
     """Yield a line for each class, and the page."""
-    unit = document["example"] if document["unit"] == "row" else document["unit"]
-    units = "patches" if unit == "patch" else f"{unit}s"
     for row in document["classes"]:
         ratio = "larger than the mean" if row["noise_ratio"] is None else f"{row['noise_ratio']:.2f} of the mean"
         hidden = "hidden by the noise" if document["sigma"] else "none at this site"
         noise = hidden if row["hidden"] else f"noise {ratio}" if document["sigma"] else "no noise"
-        yield TextLine(f"  {row['class']}: about {max(0, row['count']):.0f} {units}; {noise}")
+        yield TextLine(f"  {row['class']}: about {max(0, row['count']):.0f} {document['units']}; {noise}")
     yield TextLine(f"{document['page']}: the public patches nearest to each class mean")
     if document["file"] is None:
         yield TextLine("not released, and nothing was charged: the page must not leave the hospital", "yellow")

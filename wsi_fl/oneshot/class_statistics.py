@@ -129,10 +129,9 @@ def _find_problems(
     noise = float(variances.max().clamp(min=0)) ** 0.5
     if sigma is not None and abs(noise - sigma) > _STATISTICS_ROUND_OFF * sigma:
         yield f"its stated noise has a deviation of {noise:.3g}, where {sigma:.3g} was announced"
-    weights = (variances / noise**2).sqrt() if noise else torch.ones_like(variances)
-    if not bool((weights > 0).all()):
+    if noise and not bool((variances > 0).all()):
         yield "some of its numbers are stated to have no noise, and others have"
-    sums = statistics[:-classes].view(classes, wide) / weights[:, None]
+    sums = layout.remove_weights(statistics)[:-classes].view(classes, wide)
     length, counts = float(sums.norm()), sums[:, -1]
     round_off = _STATISTICS_ROUND_OFF * length
     # 1. no class's sum is longer than its count: its distance from that cone is at most the length of the noise
