@@ -21,7 +21,6 @@ from scipy.stats import beta
 
 from wsi_fl.models.encoder import encode_batches
 from wsi_fl.oneshot.build_projection import list_files, read_slide_patches
-from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
 from wsi_fl.oneshot.column_sums import embed_rows
 from wsi_fl.oneshot.projection import Projection, random_projection
 from wsi_fl.oneshot.public_features import MAX_PATCHES
@@ -32,6 +31,7 @@ from wsi_fl.oneshot.released_statistics import (
     describe_missing,
     open_projection,
     read_statistics,
+    refuse_invalid,
 )
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.report.inline_pictures import encode_patch
@@ -109,7 +109,7 @@ def unpack_class_means(
         UsageError: for another projection, or statistics of numbers, survival or counts alone.
         WsiFlError: for statistics that no honest site would release.
     """
-    header, vector = statistics.header, torch.from_numpy(statistics.vector).double()
+    header = statistics.header
     if header.projection != projection.digest:
         raise UsageError(
             f"{label}: made with another projection than model.projection; take the file that its hospital had"
@@ -118,10 +118,8 @@ def unpack_class_means(
         raise UsageError(f"{label}: no statistics of classes with features, of which there are no class means to show")
     is_mean = header.unit == "patient" and header.example == "patch"
     head = SharedHead(len(header.classes), header.n_features, projection=projection, patients=is_mean)
-    is_row = header.unit == "row"
-    if problem := explain_invalid_statistics(head.layout, vector, header.n, header.sigma, rows=is_row):
-        raise WsiFlError(f"{label}: no statistics of {header.n} {header.unit}s: {problem}; ask its site for the file")
-    vector = head.layout.remove_weights(vector)
+    refuse_invalid(statistics, label)
+    vector = head.layout.remove_weights(torch.from_numpy(statistics.vector))
     sums, counts = head.unpack_statistics(vector)
     noise_sds, count_sd, means = head.noise_variances(vector).sqrt(), header.sigma / head.layout.count_scale, []
     for name, total, count, sd in zip(header.classes, sums, counts.tolist(), noise_sds.tolist(), strict=True):
