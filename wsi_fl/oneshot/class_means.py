@@ -136,8 +136,8 @@ class PublicPatch(NamedTuple):
     source: str
     row: int
     slide: str
-    xy_l0: tuple[int, int]
-    width: str
+    xy_l0: tuple[int, ...]
+    width_um: float  # 0 where it is not known
     pixels: NDArray[np.uint8]
 
 
@@ -243,7 +243,8 @@ class _PatchSearch:
             try:
                 if not public:
                     require_public(self.study, path)
-                n_rows[self.study.relative_path(path.resolve())] = self._search_source(path, mpp)
+                name = self.study.relative_path(path.resolve())
+                n_rows[name] = self._search_source(path, name, mpp)
             except WsiFlError as error:
                 if path in sources or isinstance(error, UsageError):
                     raise
@@ -252,7 +253,7 @@ class _PatchSearch:
             raise WsiFlError("--from: no slide, picture or patch store")
         return n_rows
 
-    def _search_source(self, path: Path, mpp: float | None) -> int:
+    def _search_source(self, path: Path, name: str, mpp: float | None) -> int:
         spec = build_grid_spec(self.pipeline)
         if path.suffix == ".h5":
             with PatchStore(path) as store:
@@ -269,13 +270,11 @@ class _PatchSearch:
                 f"{path}: patches {width_um:.0f} µm wide, but those of site {self.header.site} are {expected_um:.0f} "
                 f"µm; for slides set tile.size_px={self.header.size_px} and tile.mpp={self.header.mpp:g}"
             )
-        width = f"{width_um:.0f} µm" if width_um else f"{spec.size_px} pixels"
         x = torch.from_numpy(encode_batches(iter([pixels]), self.encoder))
         z = embed_rows(x, torch.from_numpy(self.projection.mean), torch.from_numpy(self.projection.components))
         for patches, cosines in zip(self.nearest, self.means @ _normalize_lengths(z.numpy()).T, strict=True):
             for k in np.argsort(-cosines, kind="stable")[:_N_PATCHES].tolist():
-                corner = (int(corners[k, 0]), int(corners[k, 1]))
-                place = (self.study.relative_path(path.resolve()), int(rows[k]), slides[k], corner, width)
+                place = (name, int(rows[k]), slides[k], tuple(corners[k].tolist()), width_um)
                 patches.append(PublicPatch(float(cosines[k]), *place, pixels[k].copy()))
             patches[:] = sorted(patches, key=lambda patch: -patch.similarity)[:_N_PATCHES]
         return len(rows)
