@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -88,8 +87,10 @@ def measure_accuracy(
     clusters = [np.unique(fill_patient_names(names), return_inverse=True)[1] for names in patients]
     n_patients = [int(cluster.max()) + 1 for cluster in clusters]
     if by_patient:
-        tables = [pd.DataFrame(rows).groupby(cluster) for rows, cluster in zip(scores, clusters, strict=True)]
-        scores, clusters = [table.mean().to_numpy() for table in tables], [np.arange(n) for n in n_patients]
+        sums = [np.zeros((n, len(scores))) for n in n_patients]
+        for total, rows, cluster in zip(sums, scores, clusters, strict=True):
+            np.add.at(total, cluster, rows / np.bincount(cluster)[cluster, None])
+        scores, clusters = sums, [np.arange(n) for n in n_patients]
     is_right = [rows.argmax(1) == k for k, rows in enumerate(scores)]
     accuracy, interval = float(np.mean([hits.mean() for hits in is_right])), None
     if min(n_patients) > 1 and repeats:

@@ -81,7 +81,8 @@ def flatten_update(
 
     Args:
         base: the weights that training began with.
-        result: weights of numpy or PyTorch, or their difference from the base; per patient with a first axis of these.
+        result: weights, or their difference from the base, of numpy or PyTorch; per patient a difference with a first
+            axis of patients.
 
     Raises:
         WsiFlError: when a tensor is missing or has another shape. Other tensors of the result are ignored.
