@@ -54,7 +54,7 @@ class StatisticsLayout:
 
         The weights follow from the variances of the noise at the end; without noise all are 1.
         """
-        sums, variances = statistics.double().split([len(statistics) - self.n_columns, self.n_columns])
+        sums, variances = statistics[: -self.n_columns].double(), statistics[-self.n_columns :].double()
         weights = (variances / variances.max().clamp(min=0)).sqrt()
         weights = torch.where(weights > 0, weights, 1.0)
         return torch.cat([(sums.view(self.table_shape) / weights[:, None]).flatten(), variances / weights**2])
