@@ -218,24 +218,15 @@ def import_features(
     from wsi_fl.stages.prepare.slide_lists import Scope, render_mosaic_lines
     from wsi_fl.stages.runtime.hints import partition_hint
 
+    scope: Scope = {"site": site, "pipeline_name": pipeline, "overrides": overrides or []}
     if form == "patches":
-        scope: Scope = {"site": site, "pipeline_name": pipeline, "overrides": overrides or []}
         images = import_patches(study, source, labels=labels, size_px=patch_px, mpp=mpp, **scope)
         print_document(images, as_json, lambda document: [*render_patches_lines(document), partition_hint(study)])
         return
     if labels is None:
         raise UsageError("--labels names a table of slides, patients and labels")
-    work = partial(
-        import_features,
-        study,
-        site=site,
-        form=form,
-        source=source,
-        labels=labels,
-        facts=ImportFacts(encoder, patch_px, mpp, called),
-        pipeline_name=pipeline,
-        overrides=overrides or [],
-    )
+    facts = ImportFacts(encoder, patch_px, mpp, called)
+    work = partial(import_features, study, form=form, source=source, labels=labels, facts=facts, **scope)
     run_work("import", work, as_json, render_mosaic_lines)
 
 

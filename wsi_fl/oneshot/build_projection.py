@@ -37,7 +37,7 @@ from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_plan_params
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.runtime.hints import next_command
 from wsi_fl.stages.site.encoders import list_study_encoders, load_encoder
-from wsi_fl.stages.site.public_sources import PrivateSlides, index_private_slides, require_public, sample_indices
+from wsi_fl.stages.site.public_sources import SourceCheck, sample_indices
 from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -100,14 +100,14 @@ def build_projection(
         n_dimensions: number of dimensions; None for 32, or the number that suits the planned statistics.
         statistics: the planned statistics, if known.
         mpp: µm per pixel of sources without a resolution.
-        public: whether the user declares all sources public; see `require_public`.
+        public: whether the user declares all sources public; see `SourceCheck`.
 
     Raises:
         UsageError: when a source belongs to a site, encoders differ, or all sources have too few patches.
         WsiFlError: when a named source cannot be read, or there is none.
     """
     pipeline = study.load_pipeline(study.pipeline_name(pipeline_name), overrides)
-    reader = _SourceReader(study, pipeline, form, facts or ImportFacts(), mpp, public)
+    reader = _SourceReader(study, pipeline, form, facts or ImportFacts(), mpp, SourceCheck(study, public))
     parts, skipped = reader.read_sources(sources, watcher or SilentProgress())
     encoder = _require_one_encoder(parts, list_study_encoders(study, pipeline))
     x = np.concatenate([part.features for part in parts])
@@ -149,7 +149,7 @@ class _SourceReader:
     form: str | None
     facts: ImportFacts
     mpp: float | None
-    public: bool
+    check: SourceCheck
 
     def read_sources(self, sources: Sequence[Path], progress: Watcher) -> tuple[list[PublicFeatures], list[str]]:
         """Return features of every source that can be read, and the names of the other files in folders."""
@@ -175,20 +175,19 @@ class _SourceReader:
         return parts, skipped
 
     def _require_public(self, path: Path) -> None:
-        if self.public or self.form:  # another tool's files are checked when they are read
+        if self.form:  # another tool's files are checked when they are read
             return
         try:
-            require_public(self.study, path, lambda: self._private_slides)
-        except UsageError:
-            raise
-        except WsiFlError:  # an unreadable store is reported or skipped when its features are loaded
-            return
+            self.check.require_public(path)
+        except WsiFlError as error:
+            if isinstance(error, UsageError):
+                raise  # an unreadable store is reported or skipped when its features are loaded
 
     def _read_source(self, path: Path, *, is_named: bool) -> PublicFeatures:
         if is_feature_source(path, self.form, is_named=is_named):
-            private_slides = None if self.public else self._private_slides
-            return read_public_features(path, self.form, self.facts, private_slides)
-        features = self._extract_features(path)
+            return read_public_features(path, self.form, self.facts, self.check)
+        _, batches = read_slide_patches(self.study, self.pipeline, path, self.mpp)
+        features = encode_batches(batches, self._patch_encoder)
         digest = file_sha256(path) if path.is_file() else _hash_folder(path)
         source = ProjectionSource(name=path.name, rows=len(features), sha256=digest)
         return PublicFeatures(source, features, self._patch_encoder.label)
@@ -199,16 +198,6 @@ class _SourceReader:
             return load_encoder(self.study, self.pipeline, "features", n_cores())
         except WsiFlError as error:  # no fault of a slide, which would be skipped
             raise UsageError(str(error)) from None
-
-    @cached_property
-    def _private_slides(self) -> PrivateSlides:
-        return index_private_slides(self.study)
-
-    def _extract_features(self, path: Path) -> NDArray[np.float32]:
-        """Return features float32[m, d] of some patches of a slide or picture."""
-        _, batches = read_slide_patches(self.study, self.pipeline, path, self.mpp)
-        features: NDArray[np.float32] = encode_batches(batches, self._patch_encoder)
-        return features
 
 
 def read_slide_patches(

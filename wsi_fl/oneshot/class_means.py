@@ -21,7 +21,7 @@ from scipy.stats import beta
 
 from wsi_fl.models.encoder import encode_batches
 from wsi_fl.oneshot.build_projection import list_files, read_slide_patches
-from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
+from wsi_fl.oneshot.class_statistics import refuse_invalid_statistics
 from wsi_fl.oneshot.column_sums import SCALE, embed_rows
 from wsi_fl.oneshot.projection import Projection, random_projection
 from wsi_fl.oneshot.public_features import MAX_PATCHES
@@ -40,7 +40,7 @@ from wsi_fl.report.templates import fill_template
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.site.encoders import load_encoder
-from wsi_fl.stages.site.public_sources import require_public, sample_indices
+from wsi_fl.stages.site.public_sources import SourceCheck, sample_indices
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -120,9 +120,7 @@ def unpack_class_means(
         raise UsageError(f"{label}: no statistics of classes with features, of which there are no class means to show")
     is_mean = header.unit == "patient" and header.example == "patch"
     head = SharedHead(len(header.classes), header.n_features, projection=projection, patients=is_mean)
-    is_row = header.unit == "row"
-    if problem := explain_invalid_statistics(head.layout, vector, header.n, header.sigma, rows=is_row):
-        raise WsiFlError(f"{label}: no statistics of {header.n} {header.unit}s: {problem}; ask its site for the file")
+    refuse_invalid_statistics(head.layout, statistics, label)
     # a class with weight w has sums, counts and noise of w times their size
     weights = (vector[-header.columns :] / header.sigma**2).sqrt() if header.sigma else torch.ones(header.columns)
     sums, counts = head.unpack_statistics(vector)
@@ -245,11 +243,10 @@ class _PatchSearch:
         self, sources: Sequence[Path], mpp: float | None, public: bool, watcher: Watcher
     ) -> dict[str, int]:
         """Search all sources; return their numbers of patches. Other files in folders are skipped."""
-        n_rows = dict[str, int]()
+        n_rows, check = dict[str, int](), SourceCheck(self.study, public)
         for path in list_files(sources, None):
             try:
-                if not public:
-                    require_public(self.study, path)
+                check.require_public(path)
                 n_rows[self.study.relative_path(path.resolve())] = self._search_source(path, mpp)
             except WsiFlError as error:
                 if path in sources or isinstance(error, UsageError):
