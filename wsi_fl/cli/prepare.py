@@ -75,7 +75,8 @@ def create_study(
     as_json: Json = False,
 ) -> None:
     """Create a study: pipelines/ and sites/ to edit."""
-    from wsi_fl.stages.prepare.init_study import ArchiveTables, init_study, render_init_lines
+    from wsi_fl.stages.prepare.init_features import ArchiveTables
+    from wsi_fl.stages.prepare.init_study import init_study, render_init_lines
 
     tables = ArchiveTables(group_by, clinical or (), codes, tuple(columns or ()), tuple(targets or ()), min_patients)
     document = init_study(

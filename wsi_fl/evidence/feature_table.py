@@ -56,7 +56,6 @@ def read_table(
     Raises:
         UsageError: for anything else, fewer than two classes, classes that differ in case only, or invalid numbers.
     """
-    excluded: list[ExcludedSlide] = []
     if path.is_dir():
         return _read_folder(path, labels, target, watcher or SilentProgress())
     if target is not None:
@@ -67,17 +66,17 @@ def read_table(
         x, y, patient = _read_store(path)
     else:
         raise UsageError(f"{path}: features are read from .npz, .csv, .h5, or a folder of TRIDENT's")
-    return _build_table(path, x, y, patient, excluded)
+    return _build_table(path, x, y, patient)
 
 
 def _build_table(
-    path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any], excluded: list[ExcludedSlide]
+    path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any], excluded: Sequence[ExcludedSlide] = ()
 ) -> FeatureTable:
     """Return the table of features with classes; rows without a class are excluded."""
     require_columns(path, x, y, patient)
     unknown = np.array([is_missing(str(name)) for name in y.tolist()], bool)
     if unknown.any():
-        excluded += [ExcludedSlide(f"row {row}", "has no label") for row in np.flatnonzero(unknown).tolist()]
+        excluded = [*excluded, *(ExcludedSlide(f"row {k}", "has no label") for k in np.flatnonzero(unknown).tolist())]
         x, y, patient = (values[~unknown] for values in (x, y, patient))
     patient = np.array(["" if is_missing(name) else compose_text(name) for name in map(str, patient.tolist())])
     classes, numbers = np.unique(y, return_inverse=True)
