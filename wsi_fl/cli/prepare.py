@@ -10,6 +10,8 @@ import typer
 from typer import Argument, Option
 
 from wsi_fl.cli.options import (
+    EncoderName,
+    FileEncoder,
     Gpus,
     Json,
     PartOption,
@@ -201,13 +203,10 @@ def import_features(
     labels: Annotated[
         Path | None, Option(metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split.")
     ] = None,
-    encoder: Annotated[str | None, Option(help="Encoder of the features, where the files lack it.")] = None,
+    encoder: FileEncoder = None,
     patch_px: Annotated[int | None, Option(min=1, help="Side of a patch in pixels, where the files lack it.")] = None,
     mpp: Annotated[float | None, Option(min=1e-3, help="µm per pixel of the patches, where the files lack it.")] = None,
-    called: Annotated[
-        str | None,
-        Option("--encoder-name", metavar="NAME", help="New name of the encoder, whatever the files call it."),
-    ] = None,
+    called: EncoderName = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.tasks import SurvivalTask
 from wsi_fl.slides.layouts.common import TableRow, match_slide_name, read_rows
-from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
 from wsi_fl.slides.layouts.tcga_targets import SURVIVAL, SURVIVAL_COLUMNS, SURVIVAL_INTERVALS
 from wsi_fl.stages.prepare.feature_columns import TABLE_SUFFIXES, FeatureColumns, read_columns, require_columns
 from wsi_fl.stages.runtime.console import SilentProgress, Watcher
@@ -165,10 +164,7 @@ def _find_label_columns(labels: Path, rows: Sequence[TableRow], target: str | No
 
 def _parse_survival(labels: Path, rows: Sequence[TableRow]) -> NDArray[np.float64]:
     """Return months, and 1 for dead, float64[n, 2]."""
-    try:
-        truth = np.array([[parse_cell_number(row[column]) for column in SURVIVAL_COLUMNS] for row in rows])
-    except ValueError:
-        truth = np.full((len(rows), 2), np.nan)
+    truth = np.array([[row.read_number(column) for column in SURVIVAL_COLUMNS] for row in rows])
     if not _SURVIVAL_TASK.find_valid(truth, len(SURVIVAL_INTERVALS)).all():
         raise UsageError(f"{labels}: {' and '.join(SURVIVAL_COLUMNS)} must be months from 0 on, and 1 or 0")
     return truth

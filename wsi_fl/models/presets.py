@@ -270,17 +270,6 @@ def find_preset(name: str) -> str | None:
     return next((preset for preset in PRESETS if _strip_punctuation(preset) == _OTHER_NAMES.get(bare, bare)), None)
 
 
-def find_variants(name: str) -> list[str]:
-    """Return the presets with the weights of a preset, which differ in preprocessing; itself among them.
-
-    Example:
-        >>> find_variants("lunit-vits8"), find_variants("uni")
-        (['lunit-vits8', 'lunit-vits8-uncropped'], ['uni'])
-    """
-    hub_id = PRESETS[name].hub_id
-    return sorted({name, *(other for other, preset in PRESETS.items() if hub_id and preset.hub_id == hub_id)})
-
-
 def match_variants(
     name: str, size_px: int | None, input_px: int | None, transform: Mapping[str, Any] | None
 ) -> list[str]:
@@ -296,7 +285,9 @@ def match_variants(
         >>> match_variants("gigapath", 256, 224, None), match_variants("lunit-vits8", 224, 224, None)
         (['gigapath'], ['lunit-vits8', 'lunit-vits8-uncropped'])
     """
-    names = [name, *(other for other in find_variants(name) if other != name)]
+    hub_id = PRESETS[name].hub_id
+    variants = [other for other, preset in PRESETS.items() if hub_id and preset.hub_id == hub_id and other != name]
+    names = [name, *variants]
     if transform is None:
         names = [other for other in names if input_px in {None, PRESETS[other].transform.px}]
         shapes = {other: PRESETS[other].transform.resize_shape(size_px) for other in names}

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.stats import beta
 
 from wsi_fl.models.encoder import encode_batches
-from wsi_fl.oneshot.build_projection import list_files, read_slide_patches
+from wsi_fl.oneshot.build_projection import read_slide_patches, read_sources
 from wsi_fl.oneshot.class_statistics import refuse_invalid_statistics
 from wsi_fl.oneshot.column_sums import SCALE, embed_rows
 from wsi_fl.oneshot.projection import Projection, random_projection
@@ -187,8 +187,10 @@ def show_class_means(
     rng = np.random.default_rng(0)
     queries = [[] if mean.is_hidden else [mean.mean, *mean.redraw_noise(rng)] for mean in means]
     points = np.array([*chain(*queries)]).reshape(-1, header.dimensions)
-    search = _PatchSearch(study, pipeline, header, projection, points)
-    n_rows = search.read_sources(sources, mpp, public, watcher or SilentProgress())
+    search, check = _PatchSearch(study, pipeline, header, projection, points, mpp), SourceCheck(study, public)
+    counts, _ = read_sources(sources, None, check, search.search_source, watcher or SilentProgress())
+    if not (n_rows := dict(counts)):
+        raise WsiFlError("--from: no slide, picture or patch store")
     nearest = iter(search.nearest)
     strips = [[next(nearest) for _ in points] for points in queries]
     document = {
@@ -228,9 +230,15 @@ class _PatchSearch:
     """A search of public patches for those of the smallest angle to each of some means float64[q, d]."""
 
     def __init__(
-        self, study: Study, pipeline: Pipeline, header: StatisticsHeader, projection: Projection, means: _Floats
+        self,
+        study: Study,
+        pipeline: Pipeline,
+        header: StatisticsHeader,
+        projection: Projection,
+        means: _Floats,
+        mpp: float | None,
     ) -> None:
-        self.study, self.pipeline, self.header, self.projection = study, pipeline, header, projection
+        self.study, self.pipeline, self.header, self.projection, self.mpp = study, pipeline, header, projection, mpp
         self.means, self.nearest = _normalize_lengths(means), [list[PublicPatch]() for _ in means]
         self.encoder = load_encoder(study, pipeline, "features", n_cores())
         if any(encoder_differences([header.encoder, self.encoder.label])):
@@ -239,25 +247,9 @@ class _PatchSearch:
                 f"{header.encoder}; take the same encoder and weights"
             )
 
-    def read_sources(
-        self, sources: Sequence[Path], mpp: float | None, public: bool, watcher: Watcher
-    ) -> dict[str, int]:
-        """Search all sources; return their numbers of patches. Other files in folders are skipped."""
-        n_rows, check = dict[str, int](), SourceCheck(self.study, public)
-        for path in list_files(sources, None):
-            try:
-                check.require_public(path)
-                n_rows[self.study.relative_path(path.resolve())] = self._search_source(path, mpp)
-            except WsiFlError as error:
-                if path in sources or isinstance(error, UsageError):
-                    raise
-            watcher.update(path.name, 1, 1)
-        if not n_rows:
-            raise WsiFlError("--from: no slide, picture or patch store")
-        return n_rows
-
-    def _search_source(self, path: Path, mpp: float | None) -> int:
-        spec = build_grid_spec(self.pipeline)
+    def search_source(self, path: Path) -> tuple[str, int]:
+        """Search a source; return its name and its number of patches."""
+        spec, name = build_grid_spec(self.pipeline), self.study.relative_path(path.resolve())
         if path.suffix == ".h5":
             with PatchStore(path) as store:
                 if store.meta.site == self.header.site:
@@ -265,7 +257,7 @@ class _PatchSearch:
                 rows, spec, table = sample_indices(len(store), MAX_PATCHES), store.meta.spec, store.table
                 slides, corners, pixels = table.slide[rows].tolist(), table.xy_l0[rows], store.read(rows)
         else:
-            corners, batches = read_slide_patches(self.study, self.pipeline, path, mpp)
+            corners, batches = read_slide_patches(self.study, self.pipeline, path, self.mpp)
             rows, slides, pixels = np.arange(len(corners)), [path.stem] * len(corners), np.concatenate([*batches])
         width_um, expected_um = spec.size_px * spec.mpp, self.header.size_px * self.header.mpp
         if width_um and expected_um and abs(width_um / expected_um - 1) > _SIZE_TOLERANCE:
@@ -279,10 +271,10 @@ class _PatchSearch:
         for patches, cosines in zip(self.nearest, self.means @ _normalize_lengths(z.numpy()).T, strict=True):
             for k in np.argsort(-cosines, kind="stable")[:_N_PATCHES].tolist():
                 corner = (int(corners[k, 0]), int(corners[k, 1]))
-                place = (self.study.relative_path(path.resolve()), int(rows[k]), slides[k], corner, width)
+                place = (name, int(rows[k]), slides[k], corner, width)
                 patches.append(PublicPatch(float(cosines[k]), *place, pixels[k].copy()))
             patches[:] = sorted(patches, key=lambda patch: -patch.similarity)[:_N_PATCHES]
-        return len(rows)
+        return name, len(rows)
 
 
 def _normalize_lengths(rows: _Floats) -> _Floats:

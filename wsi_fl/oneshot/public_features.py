@@ -38,11 +38,6 @@ class PublicFeatures:
     excluded: Sequence[str] = ()
 
 
-def is_feature_source(path: Path, form: str | None, *, is_named: bool) -> bool:
-    """Return whether a source holds features; a table does where it is named, and in a folder may be of labels."""
-    return form is not None or path.suffix == ".h5" or (is_named and path.suffix in TABLE_SUFFIXES)
-
-
 def read_public_features(
     path: Path, form: str | None, facts: ImportFacts, check: SourceCheck | None = None
 ) -> PublicFeatures:
