@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import exp, inf, sqrt
 from pathlib import Path
@@ -187,8 +188,9 @@ def show_class_means(
     rng = np.random.default_rng(0)
     queries = [[] if mean.is_hidden else [mean.mean, *mean.redraw_noise(rng)] for mean in means]
     points = np.array([*chain(*queries)]).reshape(-1, header.dimensions)
-    search, check = _PatchSearch(study, pipeline, header, projection, points, mpp), SourceCheck(study, public)
-    counts, _ = read_sources(sources, None, check, search.search_source, watcher or SilentProgress())
+    search, check = _PatchSearch(study, pipeline, header, projection, points), SourceCheck(study, public)
+    search_source = partial(search.search_source, mpp=mpp)
+    counts, _ = read_sources(sources, None, check, search_source, watcher or SilentProgress())
     if not (n_rows := dict(counts)):
         raise WsiFlError("--from: no slide, picture or patch store")
     nearest = iter(search.nearest)
@@ -230,15 +232,9 @@ class _PatchSearch:
     """A search of public patches for those of the smallest angle to each of some means float64[q, d]."""
 
     def __init__(
-        self,
-        study: Study,
-        pipeline: Pipeline,
-        header: StatisticsHeader,
-        projection: Projection,
-        means: _Floats,
-        mpp: float | None,
+        self, study: Study, pipeline: Pipeline, header: StatisticsHeader, projection: Projection, means: _Floats
     ) -> None:
-        self.study, self.pipeline, self.header, self.projection, self.mpp = study, pipeline, header, projection, mpp
+        self.study, self.pipeline, self.header, self.projection = study, pipeline, header, projection
         self.means, self.nearest = _normalize_lengths(means), [list[PublicPatch]() for _ in means]
         self.encoder = load_encoder(study, pipeline, "features", n_cores())
         if any(encoder_differences([header.encoder, self.encoder.label])):
@@ -247,7 +243,7 @@ class _PatchSearch:
                 f"{header.encoder}; take the same encoder and weights"
             )
 
-    def search_source(self, path: Path) -> tuple[str, int]:
+    def search_source(self, path: Path, mpp: float | None) -> tuple[str, int]:
         """Search a source; return its name and its number of patches."""
         spec, name = build_grid_spec(self.pipeline), self.study.relative_path(path.resolve())
         if path.suffix == ".h5":
@@ -257,7 +253,7 @@ class _PatchSearch:
                 rows, spec, table = sample_indices(len(store), MAX_PATCHES), store.meta.spec, store.table
                 slides, corners, pixels = table.slide[rows].tolist(), table.xy_l0[rows], store.read(rows)
         else:
-            corners, batches = read_slide_patches(self.study, self.pipeline, path, self.mpp)
+            corners, batches = read_slide_patches(self.study, self.pipeline, path, mpp)
             rows, slides, pixels = np.arange(len(corners)), [path.stem] * len(corners), np.concatenate([*batches])
         width_um, expected_um = spec.size_px * spec.mpp, self.header.size_px * self.header.mpp
         if width_um and expected_um and abs(width_um / expected_um - 1) > _SIZE_TOLERANCE:

@@ -29,11 +29,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.stores.fields import first_line, memory_message, refuse_too_large
@@ -199,23 +199,25 @@ def _has_values(group: h5py.Group, name: str) -> bool:
 
 def _read_matrix(file: h5py.File, name: str) -> NDArray[Any]:
     # return a dense or sparse (CSR, CSC) matrix of AnnData as a dense array
-    from scipy.sparse import csc_array, csr_array
-
     if not isinstance(group := find_entry(file, name), h5py.Group):
-        values: NDArray[Any] = read_dataset(file, name)[:]
-        return values
+        return np.asarray(read_dataset(file, name)[:])
     where, kind = Path(file.filename).name, _read_text(group.attrs, "encoding-type")
     if kind not in {"csr_matrix", "csc_matrix"}:
         raise WsiFlError(f"{where}: its {name!r} is no dataset, nor a sparse matrix")
-    parts = tuple(read_dataset(group, part)[:] for part in ("data", "indices", "indptr"))
-    try:
-        matrix = (csr_array if kind == "csr_matrix" else csc_array)(parts, shape=tuple(group.attrs["shape"].tolist()))
-        matrix.check_format(full_check=True)
-    except ValueError:
-        raise WsiFlError(f"{where}: damaged, its sparse {name!r} does not fit together") from None
-    refuse_too_large(where, prod(matrix.shape) * matrix.dtype.itemsize)
-    dense: NDArray[Any] = matrix.toarray()
-    return dense
+    shape = tuple(int(size) for size in group.attrs["shape"])
+    values, indices, ends = (read_dataset(group, part)[:] for part in ("data", "indices", "indptr"))
+    rows, columns = shape if kind == "csr_matrix" else shape[::-1]
+    is_whole = ends.shape == (rows + 1,) and not ends[0] and ends[-1] == len(values) == len(indices)
+    if (
+        not is_whole
+        or (np.diff(ends) < 0).any()
+        or (len(indices) and not 0 <= indices.min() <= indices.max() < columns)
+    ):
+        raise WsiFlError(f"{where}: damaged, its sparse {name!r} does not fit together")
+    refuse_too_large(where, rows * columns * values.dtype.itemsize)
+    dense = np.zeros((rows, columns), values.dtype)
+    dense[np.repeat(np.arange(rows), np.diff(ends)), indices] = values
+    return dense if kind == "csr_matrix" else dense.T
 
 
 def _read_anndata(path: Path) -> ForeignSlide:

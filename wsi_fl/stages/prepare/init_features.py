@@ -12,7 +12,7 @@ import pandas as pd
 import tomli_w
 
 from wsi_fl.slides.layouts.common import group_pairs
-from wsi_fl.slides.layouts.tcga import list_slides, name_site, parse_barcode, read_institutions
+from wsi_fl.slides.layouts.tcga import GROUPINGS, list_slides, name_site, parse_barcode, read_institutions
 from wsi_fl.slides.layouts.tcga_targets import (
     SURVIVAL,
     SURVIVAL_COLUMNS,
@@ -49,6 +49,10 @@ class ArchiveTables:
     columns: Sequence[str] = ()
     targets: Sequence[str] = ()
     min_patients: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.group_by not in (None, *GROUPINGS):
+            raise UsageError(f"unknown grouping {self.group_by!r}; known: {', '.join(GROUPINGS)}")
 
 
 class FeatureFederation(NamedTuple):

@@ -12,7 +12,6 @@ import tomli_w
 
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites, list_test_slides
 from wsi_fl.slides.layouts.idc import TABLE, describe_series, lacks_table
-from wsi_fl.slides.layouts.tcga import GROUPINGS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies
 from wsi_fl.stages.prepare.init_features import LABEL_TABLE, ArchiveTables, has_features, survey_features
 from wsi_fl.stages.runtime.console import Lines, TextLine
@@ -133,8 +132,6 @@ def _init_features(folder: Path, archive: Path, tables: ArchiveTables, pipeline:
     """Write a study of TCGA's features: a site for each institution, the table of labels, a pipeline per target."""
     if real or tables.columns:
         raise UsageError("--real and --column are for slides; sites of public features are simulated")
-    if tables.group_by not in (None, *GROUPINGS):
-        raise UsageError(f"unknown grouping {tables.group_by!r}; known: {', '.join(GROUPINGS)}")
     if not tables.clinical or not tables.targets:
         raise UsageError(f"{archive}: has features; name the clinical table with --clinical FILE, and --target COLUMN")
     federation = survey_features(archive, tables, pipeline)

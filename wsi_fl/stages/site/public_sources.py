@@ -35,7 +35,7 @@ _PUBLIC_HINT = "results from it leave without any ε: give public reference slid
 
 @dataclass(frozen=True)
 class SourceCheck:
-    """The check of sources of a study.
+    """The check that sources are of no patients of a study's real sites, nor of any real site whose stores they are in.
 
     Attributes:
         is_declared: whether the user declares all sources public; then none is refused.
