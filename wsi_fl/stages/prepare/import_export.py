@@ -350,7 +350,7 @@ def _resolve_value(file_value: Any, option_value: Any, slides: Sequence[FeatureF
 
 def _require_equal(slides: Sequence[FeatureFile], quantity: str, read_value: Callable[[FeatureFile], Any]) -> Any:
     """Return the common value of all slides with one, or None; UsageError names two slides that differ."""
-    values = [(slide.path.name, value) for slide in slides if (value := read_value(slide)) is not None]
+    values = [(slide_of(slide.path), value) for slide in slides if (value := read_value(slide)) is not None]
     for slide, value in values:
         if not _is_same(value, values[0][1]):
             raise UsageError(
