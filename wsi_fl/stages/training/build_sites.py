@@ -8,11 +8,12 @@ from sys import maxsize
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from torch import nn
 
 from wsi_fl.data.augmentation import build_augmentation
-from wsi_fl.data.cohort import Cohort, concatenate_examples, sample_patches
+from wsi_fl.data.cohort import Cohort, concatenate_examples, read_names, sample_patches
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, build_canaries, toss_coins
 from wsi_fl.data.validation import draw_held_out, require_patient_names
 from wsi_fl.federation.methods import Method
@@ -158,9 +159,9 @@ def load_training(context: RunContext, name: str) -> TrainingPart:
         data, n = context.open_data(site), sum(map(len, patients))
         part, eligible = _load_examples(data), data.list_eligible()
         parts.append(part.assign_columns(patient=_prefix_patients(site, part.patient)))
-        patients.append(_prefix_patients(site, eligible.patient))
+        patients.append(_prefix_patients(site, read_names(eligible.patient)))
         places.append(n + eligible.training)
-    units = build_units(context.pipeline, np.concatenate(patients), name)
+    units = build_units(context.pipeline, pd.Series(np.concatenate(patients)), name)
     return TrainingPart(concatenate_examples(parts), None, units.select_rows(np.concatenate(places)))
 
 
