@@ -23,6 +23,7 @@ from wsi_fl.stores.fields import (
     checksum_rows,
     encode_names,
     encode_texts,
+    find_runs,
     first_line,
     json_attribute,
     read_checksums,
@@ -135,7 +136,7 @@ def group_bags(patches: PatchTable) -> tuple[BagTable, NDArray[np.int64]]:
     Raises:
         ValueError: when the patches of a slide are not consecutive.
     """
-    first = np.flatnonzero(np.r_[True, patches.slide[1:] != patches.slide[:-1]])
+    first = find_runs(patches.slide)
     slides, sizes = patches.slide[first], np.diff([*first, len(patches)])
     if len(set(slides.tolist())) < len(slides):
         raise ValueError("the patches of a slide do not lie together")

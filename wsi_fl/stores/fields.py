@@ -101,9 +101,21 @@ class NameColumn(NamedTuple):
         """Return the names str[n] of the rows: four bytes for each character."""
         return np.asarray(self.names[self.codes[rows]], np.str_)
 
+    def find_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (the first row of each name, its number of rows), int64[k] each."""
+        starts = find_runs(self.codes)
+        first = np.zeros(len(self.names), np.int64)
+        first[self.codes[starts[::-1]]] = starts[::-1]
+        return first, np.bincount(self.codes, minlength=len(self.names))
+
     def repeat(self, counts: NDArray[np.int64]) -> NameColumn:
         """Return the column with each row so many times."""
         return self._replace(codes=np.repeat(self.codes, counts))
+
+
+def find_runs(values: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the rows at which a value differs from the one before, the first row among them."""
+    return np.flatnonzero(np.r_[True, values[1:] != values[:-1]][: len(values)])
 
 
 def encode_names(values: NDArray[Any]) -> NameColumn:
@@ -113,7 +125,7 @@ def encode_names(values: NDArray[Any]) -> NameColumn:
         >>> encode_names(np.array(["slide b", "slide b", "slide a"])).codes
         array([1, 1, 0], dtype=int32)
     """
-    starts = np.flatnonzero(np.r_[True, values[1:] != values[:-1]][: len(values)])
+    starts = find_runs(values)
     names, codes = np.unique(values[starts], return_inverse=True)
     texts = [name.decode() if isinstance(name, bytes) else str(name) for name in names.tolist()]
     runs = np.diff(starts, append=len(values))
@@ -199,7 +211,7 @@ def require_sound(label: NDArray[Any], patient: NameColumn, split: NameColumn, n
         bad_label = label.min() if label.min() < 0 else label.max()
         raise ValueError(f"label {bad_label} of {n_classes} classes, which are numbered from 0")
     patients_by_split = {
-        name: {*patient.names[np.unique(patient.codes[split.codes == code])].tolist()}
+        name: {*patient.names[np.flatnonzero(np.bincount(patient.codes[split.codes == code]))].tolist()}
         for code, name in enumerate(split.names.tolist())
     }
     for first_split, second_split in combinations(SPLITS, 2):

@@ -243,11 +243,10 @@ class PatchStore(StoreFile):
         self.xy_l0, self.label, self.tumor_fraction = (file[name][:] for name in ("xy_l0", "label", "tumor_fraction"))
         self.names = {name: read_name_column(file, name) for name in ("slide", "patient", "split")}
         require_sound(self.label, self.names["patient"], self.names["split"], len(self.meta.classes))
-        codes, names = self.names["slide"]
-        _, first, counts = np.unique(codes, return_index=True, return_counts=True)
-        order = np.argsort(first)
-        self.slides: list[str] = names[order].tolist()
-        self._rows = {str(names[k]): slice(int(first[k]), int(first[k] + counts[k])) for k in order}
+        first, counts = self.names["slide"].find_rows()
+        names = self.names["slide"].names.tolist()
+        self._rows = {names[k]: slice(int(first[k]), int(first[k] + counts[k])) for k in np.argsort(first)}
+        self.slides = [*self._rows]
         self.shard_sums = dict(zip(self.slides, file[SHARDS][:].tolist(), strict=True))
         self._shards: OrderedDict[str, tuple[h5py.Group, _ShardPatches]] = OrderedDict()
         self._sums: dict[str, RowChecksums] = {}

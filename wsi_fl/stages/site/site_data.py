@@ -386,7 +386,7 @@ def list_scans(store: PatchStore | BagStore) -> list[Scan]:
     columns = [
         store.names[key] if isinstance(store, PatchStore) else encode_names(getattr(store.table, key)) for key in keys
     ]
-    rows = np.sort(np.unique(columns[0].codes, return_index=True)[1])
+    rows = np.sort(columns[0].find_rows()[0])
     names, marks = [column.expand(rows).tolist() for column in columns], store.compute_marks()
     return [
         Scan(store.meta.site, slide, patient, split, marks[slide])

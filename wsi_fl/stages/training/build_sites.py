@@ -27,7 +27,7 @@ from wsi_fl.slides.patching.scan_copies import describe_copies
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.privacy_account import build_units, loss_weights, open_account
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.site.site_data import SiteData, list_scans
+from wsi_fl.stages.site.site_data import SiteData
 from wsi_fl.stages.training.checks import build_graph
 from wsi_fl.stages.training.initial_models import build_model, find_architecture
 from wsi_fl.types import UNLABELLED, Bags, Images, Shape, UsageError, WsiFlError
@@ -80,7 +80,7 @@ def build_site(context: RunContext, index: int) -> Site:
     site_file, pipeline, method, run = context.sites[index], context.pipeline, context.method, context.run
     name, data, folder = site_file.name, context.open_data(site_file.name), run.site_folder(site_file.name)
     recipe = build_recipe(context)
-    _log_store(data, folder)
+    _log_store(context, data, folder)
     train, validation, units = load_training(context, name)
     if not len(train) and not data.receives:
         raise WsiFlError(f"site {name}: its store has no training {context.kind.plural}")
@@ -114,11 +114,11 @@ def build_site(context: RunContext, index: int) -> Site:
     return site
 
 
-def _log_store(data: SiteData, folder: SiteFolder) -> None:
+def _log_store(context: RunContext, data: SiteData, folder: SiteFolder) -> None:
     """Log remarks on a store, which must be current where the run begins; a run resumes with the features it has."""
     if folder.store_digest() is None:
         data.require_current()
-    for line in filter(None, (data.remark, *describe_copies(list_scans(data.store)))):
+    for line in filter(None, (data.remark, *describe_copies(context.list_scans(data)))):
         folder.log(line)
 
 
