@@ -1,9 +1,10 @@
 """Many sites and many slides: seconds, processor seconds and memory of each command, per site and per slide.
 
-python benchmarks/scale.py --sites 8 16 32 64 --slides 100 1000 10000 [--patch-px 16] [--folder DIR]
+python benchmarks/scale.py --sites 8 16 32 64 --slides 100 1000 10000 [--patch-px 10] [--folder DIR]
 
-Slides are 512 px wide, from eight paintings that are shifted; a slide's cost here is what `tile` does around reading
-pixels. With patches of 16 px a slide has up to 1000, so 10 000 slides have 10⁷.
+Slides are 320 px wide at 4 µm per pixel, as thumbnails of real slides, from eight paintings that are shifted; a slide's
+cost here is what `tile` does around reading pixels. With patches of 10 px a slide has up to 1000, so 10 000 slides have
+10⁷.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-_PAINTED, _SIZE_PX, _ROWS = 8, 512, 60
+_PAINTED, _SIZE_PX, _UM_PER_PX, _SPOT_PX, _ROWS = 8, 320, 4.0, 8, 60
 _PIPELINE = """
 [tile]
 size_px = {patch_px}
-mpp = 0.5
+mpp = 4.0
 balance = false
 max_per_slide = 1000
 [train]
@@ -72,16 +73,18 @@ def of_slides(n: int, patch_px: int, folder: Path) -> list[dict[str, Any]]:
     """Tile a site of n slides, again with nothing to do, check its store, train on it and evaluate."""
     from wsi_fl.demo.simulated_slides.tiff_writer import write_pyramid
 
-    study = _study(folder, patch_px, 512)
+    study = _study(folder, patch_px, 1024)
     rng = np.random.default_rng(0)
-    noise = rng.normal(0, 25, (_PAINTED, _SIZE_PX, _SIZE_PX, 3))
-    paintings = np.clip(np.array([200, 140, 190]) + noise, 0, 255).astype(np.uint8)
+    spots = rng.normal(0, 25, (_PAINTED, _SIZE_PX // _SPOT_PX, _SIZE_PX // _SPOT_PX, 3))
+    noise = rng.normal(0, 2, (_PAINTED, _SIZE_PX, _SIZE_PX, 3))
+    paintings = np.array([200, 140, 190]) + noise + spots.repeat(_SPOT_PX, 1).repeat(_SPOT_PX, 2)
+    paintings = np.clip(paintings, 0, 255).astype(np.uint8)
     (study / "archive").mkdir()
     rows = ["slide,patient,site,label"]
     for k in range(n):
         shift, painting = divmod(k, _PAINTED)
         shifted = np.roll(paintings[painting], (shift // _SIZE_PX, shift % _SIZE_PX), (0, 1))
-        write_pyramid(study / "archive" / f"s{k:05}.tif", shifted, 0.5)
+        write_pyramid(study / "archive" / f"s{k:05}.tif", shifted, _UM_PER_PX)
         rows.append(f"s{k:05}.tif,p{k // 2},G,{'tumor' if k % 4 == 0 else 'normal'}")
     (study / "slides.csv").write_text("\n".join(rows) + "\n")
     (study / "sites" / "G.toml").write_text(

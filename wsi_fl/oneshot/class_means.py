@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import exp, inf, sqrt
 from pathlib import Path
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 from scipy.stats import beta
 
 from wsi_fl.models.encoder import encode_batches
-from wsi_fl.oneshot.build_projection import list_files, read_slide_patches
+from wsi_fl.oneshot.build_projection import read_slide_patches, read_sources
+from wsi_fl.oneshot.class_statistics import refuse_invalid_statistics
 from wsi_fl.oneshot.column_sums import embed_rows
 from wsi_fl.oneshot.projection import Projection, random_projection
 from wsi_fl.oneshot.public_features import MAX_PATCHES
@@ -31,7 +33,6 @@ from wsi_fl.oneshot.released_statistics import (
     describe_missing,
     open_projection,
     read_statistics,
-    refuse_invalid,
 )
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.report.inline_pictures import encode_patch
@@ -39,7 +40,7 @@ from wsi_fl.report.templates import fill_template
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.site.encoders import load_encoder
-from wsi_fl.stages.site.public_sources import require_public, sample_indices
+from wsi_fl.stages.site.public_sources import SourceCheck, sample_indices
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -118,7 +119,7 @@ def unpack_class_means(
         raise UsageError(f"{label}: no statistics of classes with features, of which there are no class means to show")
     is_mean = header.unit == "patient" and header.example == "patch"
     head = SharedHead(len(header.classes), header.n_features, projection=projection, patients=is_mean)
-    refuse_invalid(statistics, label)
+    refuse_invalid_statistics(head.layout, statistics, label)
     vector = head.layout.remove_weights(torch.from_numpy(statistics.vector))
     sums, counts = head.unpack_statistics(vector)
     noise_sds, count_sd, means = head.noise_variances(vector).sqrt(), header.sigma / head.layout.count_scale, []
@@ -182,8 +183,11 @@ def show_class_means(
     rng = np.random.default_rng(0)
     queries = [[] if mean.is_hidden else [mean.mean, *mean.redraw_noise(rng)] for mean in means]
     points = np.array([*chain(*queries)]).reshape(-1, header.dimensions)
-    search = _PatchSearch(study, pipeline, header, projection, points)
-    n_rows = search.read_sources(sources, mpp, public, watcher or SilentProgress())
+    search, check = _PatchSearch(study, pipeline, header, projection, points), SourceCheck(study, public)
+    search_source = partial(search.search_source, mpp=mpp)
+    counts, _ = read_sources(sources, None, check, search_source, watcher or SilentProgress())
+    if not (n_rows := dict(counts)):
+        raise WsiFlError("--from: no slide, picture or patch store")
     nearest = iter(search.nearest)
     strips = [[next(nearest) for _ in points] for points in queries]
     unit = header.example if header.unit == "row" else header.unit
@@ -234,33 +238,16 @@ class _PatchSearch:
                 f"{header.encoder}; take the same encoder and weights"
             )
 
-    def read_sources(
-        self, sources: Sequence[Path], mpp: float | None, public: bool, watcher: Watcher
-    ) -> dict[str, int]:
-        """Search all sources; return their numbers of patches. Other files in folders are skipped."""
-        n_rows = dict[str, int]()
-        for path in list_files(sources, None):
-            try:
-                if not public:
-                    require_public(self.study, path)
-                name = self.study.relative_path(path.resolve())
-                n_rows[name] = self._search_source(path, name, mpp)
-            except WsiFlError as error:
-                if path in sources or isinstance(error, UsageError):
-                    raise
-            watcher.update(path.name, 1, 1)
-        if not n_rows:
-            raise WsiFlError("--from: no slide, picture or patch store")
-        return n_rows
-
-    def _search_source(self, path: Path, name: str, mpp: float | None) -> int:
-        spec = build_grid_spec(self.pipeline)
+    def search_source(self, path: Path, mpp: float | None) -> tuple[str, int]:
+        """Search a source; return its name and its number of patches."""
+        spec, name = build_grid_spec(self.pipeline), self.study.relative_path(path.resolve())
         if path.suffix == ".h5":
             with PatchStore(path) as store:
                 if store.meta.site == self.header.site:
                     raise UsageError(f"{path}: patches of site {store.meta.site} itself; take public ones")
-                rows, spec, table = sample_indices(len(store), MAX_PATCHES), store.meta.spec, store.table
-                slides, corners, pixels = table.slide[rows].tolist(), table.xy_l0[rows], store.read(rows)
+                rows, spec = sample_indices(len(store), MAX_PATCHES), store.meta.spec
+                slides, corners = store.names["slide"].expand(rows).tolist(), store.xy_l0[rows]
+                pixels = store.read(rows)
         else:
             corners, batches = read_slide_patches(self.study, self.pipeline, path, mpp)
             rows, slides, pixels = np.arange(len(corners)), [path.stem] * len(corners), np.concatenate([*batches])
@@ -277,7 +264,7 @@ class _PatchSearch:
                 place = (name, int(rows[k]), slides[k], tuple(corners[k].tolist()), width_um)
                 patches.append(PublicPatch(float(cosines[k]), *place, pixels[k].copy()))
             patches[:] = sorted(patches, key=lambda patch: -patch.similarity)[:_N_PATCHES]
-        return len(rows)
+        return name, len(rows)
 
 
 def _normalize_lengths(rows: _Floats) -> _Floats:

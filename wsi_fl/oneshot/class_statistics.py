@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.oneshot.released_statistics import ReleasedStatistics
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,13 @@ def explain_invalid_statistics(
         rate: false alarm rate.
     """
     return next(_find_problems(layout, statistics.double(), n, sigma, rows, rate / 10), "")
+
+
+def refuse_invalid_statistics(layout: StatisticsLayout, released: ReleasedStatistics, label: str) -> None:
+    """Refuse released statistics that no honest site would release; WsiFlError calls them `label`."""
+    header, vector = released.header, torch.from_numpy(released.vector)
+    if problem := explain_invalid_statistics(layout, vector, header.n, header.sigma, rows=header.unit == "row"):
+        raise WsiFlError(f"{label}: no statistics of {header.n} {header.unit}s: {problem}; ask its site for the file")
 
 
 def _find_problems(

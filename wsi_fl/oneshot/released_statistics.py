@@ -268,19 +268,6 @@ def refuse_other_features(data: SiteData, headers: Iterable[StatisticsHeader]) -
         ) from None
 
 
-def refuse_invalid(statistics: ReleasedStatistics, label: str) -> None:
-    """Refuse statistics that no honest site would release; WsiFlError says why."""
-    import torch
-
-    from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
-    from wsi_fl.oneshot.column_sums import StatisticsLayout
-
-    header, vector = statistics.header, torch.from_numpy(statistics.vector)
-    layout, is_row = StatisticsLayout(header.columns, header.dimensions), header.unit == "row"
-    if problem := explain_invalid_statistics(layout, vector, header.n, header.sigma, rows=is_row):
-        raise WsiFlError(f"{label}: no statistics of {header.n} {header.unit}s: {problem}; ask its site for the file")
-
-
 def refuse_mismatch(header: StatisticsHeader, expected: Mapping[str, Any], label: str) -> None:
     """Refuse statistics that do not match this plan, naming the first difference."""
     for key, value in expected.items():

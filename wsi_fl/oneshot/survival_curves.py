@@ -13,8 +13,9 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from wsi_fl.oneshot.class_statistics import refuse_invalid_statistics
 from wsi_fl.oneshot.column_sums import StatisticsLayout
-from wsi_fl.oneshot.released_statistics import ReleasedStatistics, load_statistics, refuse_invalid
+from wsi_fl.oneshot.released_statistics import ReleasedStatistics, load_statistics
 from wsi_fl.report import figures
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
 from wsi_fl.study.folder import Study
@@ -93,18 +94,15 @@ def draw_survival(study: Study, out: Path) -> dict[str, Any]:
 
 def _read_counts(released: ReleasedStatistics) -> tuple[int, _Floats, float]:
     """Return the number of patients, their counts float64[2k + 1], and the variance of the noise of each count."""
-    header = released.header
+    header, label = released.header, f"statistics of site {released.header.site}"
     n_intervals = len(TargetSettings.model_validate_json(header.task).intervals or [])
     if len(header.classes) != n_intervals:
-        raise WsiFlError(
-            f"statistics of site {header.site} have {len(header.classes)} outputs for {n_intervals} intervals; ask it "
-            "for the file"
-        )
+        raise WsiFlError(f"{label} have {len(header.classes)} outputs for {n_intervals} intervals; ask it for the file")
     if header.unit != "patient":
-        raise UsageError(f"statistics of site {header.site} count rows; curves need privacy.unit = 'patient'")
-    refuse_invalid(released, f"statistics of site {header.site}")
+        raise UsageError(f"{label} count rows; curves need privacy.unit = 'patient'")
     layout = StatisticsLayout(header.columns, header.dimensions)
-    counts = layout.unpack_sums(torch.from_numpy(released.vector))[:, -1].numpy()
+    refuse_invalid_statistics(layout, released, label)
+    counts: _Floats = layout.unpack_sums(torch.from_numpy(released.vector))[:, -1].numpy()
     return header.n, counts, (header.sigma / layout.count_scale) ** 2
 
 

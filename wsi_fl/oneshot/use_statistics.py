@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from wsi_fl.learning.local_models import set_linear_layer
+from wsi_fl.oneshot.class_statistics import refuse_invalid_statistics
 from wsi_fl.oneshot.payload import require_head
 from wsi_fl.oneshot.released_statistics import (
     ReleasedStatistics,
     build_header,
     has_patient_means,
     load_projection,
-    refuse_invalid,
     refuse_mismatch,
     refuse_other_features,
 )
@@ -44,7 +44,7 @@ def use_statistics(method: Method, data: SiteData, site: Site, released: Mapping
     study, header = data.study, build_header(data)
     for other, statistics in released.items():
         refuse_mismatch(statistics.header, header, label := study.relative_path(study.release_path(other)))
-        refuse_invalid(statistics, label)
+        refuse_invalid_statistics(head.layout, statistics, label)
     refuse_other_features(data, [statistics.header for statistics in released.values()])
     exact = np.mean([statistics.vector.astype(np.float64) for statistics in released.values()], axis=0)
     mean = np.asarray(exact, np.float32)
