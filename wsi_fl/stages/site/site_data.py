@@ -201,7 +201,7 @@ class SiteData:
         is_training = np.asarray(cohort.obs["split"] == "train")
         if labelled is None or self.receives or not self.study.load_site(self.site).real:
             rows = np.arange(len(cohort)) if self._is_fold else np.flatnonzero(is_training)
-            return _EligibleRows(cohort.obs["patient"].iloc[rows], np.flatnonzero(is_training[rows]))
+            return _EligibleRows(pd.Series(cohort.obs["patient"].array[rows]), np.flatnonzero(is_training[rows]))
         slides = self.store.table
         may_train = self._is_fold | (slides.split == "train")
         if counts_patients(self.pipeline):
