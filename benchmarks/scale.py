@@ -3,7 +3,8 @@
 python benchmarks/scale.py --sites 8 16 32 64 --slides 100 1000 10000 [--patch-px 10] [--folder DIR]
 
 Slides are 320 px wide at 4 µm per pixel, as thumbnails of real slides, from eight paintings that are shifted; a slide's
-cost here is what `tile` does around reading pixels. With patches of 10 px a slide has up to 1000, so 10 000 slides have 10⁷.
+cost here is what `tile` does around reading pixels. With patches of 10 px a slide has up to 1000, so 10 000 slides have
+10⁷.
 """
 
 from __future__ import annotations

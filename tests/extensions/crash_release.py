@@ -44,6 +44,12 @@ def make_context(component, job, task, executor=None, result_filter=True, persis
     return context
 
 
+def call_filter(ledger_filter, chain, message, context):
+    """Return what a filter makes of a message in one of FLARE's chains."""
+    ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, chain)
+    return ledger_filter.process(message, context)
+
+
 def pass_filter(account, base, result, *, job="job-a", task="t1", kind=DataKind.WEIGHTS, meta=None, component=None):
     """Return what leaves of a result, and the filter, which is called for the task and its result as FLARE does."""
     ledger_filter = component or LedgerFilter(str(account))
@@ -52,8 +58,7 @@ def pass_filter(account, base, result, *, job="job-a", task="t1", kind=DataKind.
         (FilterChainType.TASK_DATA_CHAIN, DXO(DataKind.WEIGHTS, base)),
         (FilterChainType.TASK_RESULT_CHAIN, DXO(kind, result, meta or {})),
     ):
-        ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, chain)
-        answer = ledger_filter.process(dxo.to_shareable(), context)
+        answer = call_filter(ledger_filter, chain, dxo.to_shareable(), context)
     return from_shareable(answer), ledger_filter
 
 

@@ -257,9 +257,9 @@ def test_rows_without_a_label_are_excluded_and_no_class_is_called_nan(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words", "mended"),
     [
-        ("label;f\na;0,5\nb;1", ("line 2", "f is '0,5'", "write 0.5"), "label;f\na;0.5\nb;1"),
-        ("label,f,slide\na,1,s\nb,2,t", ("slide is 's'", "leave that column out"), "label,f\na,1\nb,2"),
-        ("label,f\na,\nb,1\nc,2", ("line 2", "f is ''", "or the row"), "label,f\nb,1\nc,2"),
+        ("label;f\na;0,5\nb;1", ("line 2", "f = '0,5'", "write 0.5"), "label;f\na;0.5\nb;1"),
+        ("label,f,slide\na,1,s\nb,2,t", ("slide = 's' is no number", "leave that column out"), "label,f\na,1\nb,2"),
+        ("label,f\na,\nb,1\nc,2", ("line 2", "f = ''", "or the row"), "label,f\nb,1\nc,2"),
     ],
 )
 def test_a_csv_with_text_cells_is_refused_with_advice_that_works(tmp_path, text, words, mended):

@@ -13,7 +13,8 @@ from wsi_fl.evidence.bench import parse_cells, run_benchmark, sample_sites
 from wsi_fl.evidence.bench_page import render_bench_lines
 from wsi_fl.evidence.bench_sites import average_patients
 from wsi_fl.evidence.feature_table import read_table
-from wsi_fl.stages.prepare.init_study import ArchiveTables, init_study
+from wsi_fl.stages.prepare.init_features import ArchiveTables
+from wsi_fl.stages.prepare.init_study import init_study
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from tcga_map import write_federation

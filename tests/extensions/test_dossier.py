@@ -189,6 +189,7 @@ def test_the_assessment_names_exact_counts_and_the_drawing_cuts_no_text(tmp_path
     study, _ = with_a_plan(tmp_path, f'{REAL}\nallow = ["scores"]')
     found, _ = make(study, None, tmp_path, site="S0")
     (said,) = [one for one in found["assessment"][0]["facts"] if "computed of records" in one]
+    assert not any("class-means" in one for one in found["assessment"][0]["facts"])
     for row in found["plan"]["leaves"]:
         assert (row["what"] in said) == (not row["what"].startswith(("documents", "tallies"))), row["what"]
     drawing = words_of((tmp_path / "d.html").read_text().split("<svg")[1].split("</svg>")[0])

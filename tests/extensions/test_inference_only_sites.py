@@ -207,8 +207,10 @@ def test_a_plan_names_the_inference_only_site_and_its_hospital_signs_without_a_b
     assert "nothing of its records leaves it" in words and "class statistics (" not in words
     assert "class statistics (" in said(review_lines(review_plan(study, plan, "S1")))
     for site in ("S1", "S3"):
-        leaves = build_dossier(study, plan, study.load_site(site), None)["plan"]["leaves"]
+        dossier = build_dossier(study, plan, study.load_site(site), None)
+        leaves, facts = dossier["plan"]["leaves"], " ".join(dossier["assessment"][0]["facts"])
         assert [row["what"].startswith("class statistics") for row in leaves].count(True) == (site == "S1")
+        assert (f"wsi-fl class-means --site {site} --from PUBLIC_SLIDES" in facts) == (site == "S1")
     tried = dry_run_plan(study, read_planned_run(study, tmp_path / "plan", "S1"))
     assert tried["all_bytes"] == 5 * tried["sent_bytes"] and not study.ledger_path("S1").exists()
     refused(lambda: read_planned_run(study, tmp_path / "plan", "S3"), "S3 receives")

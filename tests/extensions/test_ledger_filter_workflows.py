@@ -7,10 +7,10 @@ from dp_accounting import get_epsilon_gaussian
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytest.importorskip("nvflare")
-from crash_release import make_context
+from crash_release import call_filter, make_context
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.executor import Executor
-from nvflare.apis.filter import ContentBlockedException, FilterChainType, FilterContextKey
+from nvflare.apis.filter import ContentBlockedException, FilterChainType
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 from nvflare.app_common.ccwf.client_controller_executor import ClientControllerExecutor
@@ -69,17 +69,16 @@ def make_workflow(kind=SwarmClientController, answer=None):
     return workflow
 
 
-def call_filter(ledger_filter, workflow, chain, message, task="t1", **given):
-    ledger_filter.set_prop(FilterContextKey.CHAIN_TYPE, chain)
+def pass_message(ledger_filter, workflow, chain, message, task="t1", **given):
     given = {"persistor": NPModelPersistor()} | given
-    return ledger_filter.process(message, make_context(ledger_filter, "job-a", task, workflow, **given))
+    return call_filter(ledger_filter, chain, message, make_context(ledger_filter, "job-a", task, workflow, **given))
 
 
 def configure(account, workflow, **given):
     """Pass a workflow's first task, which has no model, through the filter."""
     ledger_filter = LedgerFilter(str(account))
     task = Shareable({"cwf.config": {}})
-    assert call_filter(ledger_filter, workflow, FilterChainType.TASK_DATA_CHAIN, task, **given) is task
+    assert pass_message(ledger_filter, workflow, FilterChainType.TASK_DATA_CHAIN, task, **given) is task
     return ledger_filter
 
 
@@ -120,7 +119,7 @@ def test_the_workflow_s_own_answers_leave_as_a_code(account):
     assert workflow.learn_executor is learner
     reply = make_reply("OK", {"said": "patient 17"})
     reply["weights"] = BASE
-    answer = call_filter(ledger_filter, workflow, FilterChainType.TASK_RESULT_CHAIN, reply)
+    answer = pass_message(ledger_filter, workflow, FilterChainType.TASK_RESULT_CHAIN, reply)
     assert answer.get_return_code() == "OK" and "patient 17" not in str(answer) and "weights" not in answer
     learn(ledger_filter, workflow, 0)
     assert len(charged_tasks(account)) == 1
@@ -204,14 +203,14 @@ def test_the_persistors_that_pass_are_flare_s():
 def test_a_workflow_needs_the_filter_at_all_three_places(account):
     refuse(account, make_workflow(), "among its task result filters", result_filter=False)
     with pytest.raises(ContentBlockedException, match="among the task data filters"):
-        call_filter(LedgerFilter(str(account)), make_workflow(), FilterChainType.TASK_RESULT_CHAIN, make_reply("OK"))
+        pass_message(LedgerFilter(str(account)), make_workflow(), FilterChainType.TASK_RESULT_CHAIN, make_reply("OK"))
 
 
 def test_a_task_of_another_client_for_a_learner_itself_is_refused(account):
     """Such a task has no id, so a second one could not be told from the first asked for again."""
     task = DXO(DataKind.WEIGHTS, dict(BASE)).to_shareable()
     with pytest.raises(ContentBlockedException, match="comes from another client"):
-        call_filter(LedgerFilter(str(account)), Learner(), FilterChainType.TASK_DATA_CHAIN, task, task=None)
+        pass_message(LedgerFilter(str(account)), Learner(), FilterChainType.TASK_DATA_CHAIN, task, task=None)
 
 
 def test_a_refusal_is_one_line_in_the_log(account, monkeypatch):

@@ -193,7 +193,7 @@ def test_curves_of_other_targets_or_without_statistics_are_refused(study):
     refused(lambda: draw_survival(study, png), "statistics of S0, S1: curves need one target of all")
     study.release_path("S0").unlink()
     rewritten(study.release_path("S1"), n=3)
-    refused(lambda: draw_survival(study, png), "no statistics of 3 patients of site S1", error=WsiFlError)
+    refused(lambda: draw_survival(study, png), "statistics of site S1: no statistics of 3 patients", error=WsiFlError)
     assert not png.exists()
 
 

@@ -303,14 +303,18 @@ def test_tiles_of_lazyslide_are_imported_from_anndata(study, tmp_path):
     refused(lambda: export_features(study, site="S0", form="anndata"), "clam, trident, stamp")
 
 
-def test_a_slide_vector_is_a_bag_of_one(study, tmp_path):
-    """TRIDENT's slide encoders write a vector beside the places of its patches."""
+@pytest.mark.parametrize("said", [{}, {"patch_px": 512, "mpp": 0.5}], ids=["beside places", "alone"])
+def test_a_slide_vector_is_a_bag_of_one_found_in_a_folder_of_its_own(study, tmp_path, said):
+    """TRIDENT's slide encoders write a vector, beside the places of its patches or alone."""
     folder, made = of_trident(tmp_path / "job", shape=lambda x: x[0])
     folder = folder.rename(folder.parent / "slide_features_titan")
     for name in made:
         with h5py.File(folder / f"{name}.h5", "a") as file:
             del file["features"].attrs["encoder"]
-    row = brought(study, "trident", folder)
+            if said:
+                del file["coords"]
+        (folder / f"{name}.h5").rename(folder / f"{name}.H5")
+    row = brought(study, "trident", tmp_path / "job", **said)
     assert row["encoder"] == "titan" and "whole slide" in row["notes"][0]["note"]
     with store_of(study) as store:
         assert np.array_equal(store.read_bag(2).features, made["c"][:1]) and not store.read_bag(2).has_places

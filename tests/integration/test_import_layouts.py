@@ -147,16 +147,6 @@ def test_a_folder_of_several_encoders_is_refused_with_their_names_and_each_can_b
     refused(lambda: brought(study, "stamp", tmp_path / "out" / "uni-0a1b2c3d", table), "join STAMP's two tables")
 
 
-def test_slide_vectors_of_trident_are_read_from_a_separate_folder(study, tmp_path):
-    place = tmp_path / "job" / "slide_features_titan"
-    place.mkdir(parents=True)
-    for number, name in enumerate("abcd"):
-        with h5py.File(place / f"{name}.H5", "w") as file:
-            file["features"] = np.random.default_rng(number).normal(size=7).astype(np.float32)
-    row = brought(study, "trident", tmp_path / "job", patch_px=512, mpp=0.5)
-    assert row["bags"] == 4 and row["encoder"] == "titan"
-
-
 @pytest.mark.parametrize(
     ("form", "made"), [("trident", of_trident), ("clam", of_clam), ("stamp", of_stamp), ("anndata", of_lazyslide)]
 )

@@ -10,7 +10,7 @@ from test_oneshot import make_hospitals
 
 from wsi_fl.oneshot.build_projection import build_projection
 from wsi_fl.runs.run_folder import RunFolder
-from wsi_fl.stages.site.public_sources import require_public, require_published
+from wsi_fl.stages.site.public_sources import SourceCheck, require_published
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 
@@ -61,13 +61,13 @@ SOURCES = [
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_store_of_a_hospitals_patients_is_public_only_when_declared(study, tmp_path, source):
     path = source(study, tmp_path)
-    refused(lambda: require_public(study, path), str(path), "give public reference slides, or --public")
+    refused(lambda: SourceCheck(study).require_public(path), str(path), "give public reference slides, or --public")
     refused(lambda: build_projection(study, [path.parent], out=tmp_path / "d.safetensors"), "--public")
     assert not (tmp_path / "d.safetensors").exists()
 
 
 def test_a_simulated_sites_store_is_public(study):
-    require_public(study, study.features_path("S1"))
+    SourceCheck(study).require_public(study.features_path("S1"))
 
 
 def test_slides_that_a_real_site_names_belong_to_it_under_any_name(study, tmp_path):
@@ -79,15 +79,15 @@ def test_slides_that_a_real_site_names_belong_to_it_under_any_name(study, tmp_pa
     os.link(slides / "a.tif", tmp_path / "hard.tif")
     (tmp_path / "soft.tif").symlink_to(slides / "a.tif")
     for path in (slides / "a.tif", tmp_path / "hard.tif", tmp_path / "soft.tif"):
-        refused(lambda path=path: require_public(study, path), "is a slide of real site S0", "--public")
-    require_public(study, slides / "b.tif")
+        refused(lambda path=path: SourceCheck(study).require_public(path), "is a slide of real site S0", "--public")
+    SourceCheck(study).require_public(slides / "b.tif")
 
 
 def test_a_slide_belongs_to_a_real_site_in_any_unicode_form_of_its_name(study, tmp_path):
     slide = tmp_path / f"Dru{chr(0x308)}se.tif"
     slide.write_bytes(b"slide")
     edit(site_file(study, "S0"), '"none/*.tif"', f'"{tmp_path}/Dr\u00fcse*.tif"')
-    refused(lambda: require_public(study, slide), "is a slide of real site S0")
+    refused(lambda: SourceCheck(study).require_public(slide), "is a slide of real site S0")
 
 
 def test_a_slide_that_is_a_folder_belongs_to_the_site_with_all_its_files(study, tmp_path):
@@ -98,11 +98,11 @@ def test_a_slide_that_is_a_folder_belongs_to_the_site_with_all_its_files(study, 
     picture.parent.mkdir()
     picture.write_bytes(b"slide")
     edit(site_file(study, "S0"), '"none/*.tif"', f'"{tmp_path}/archive/*"')
-    refused(lambda: require_public(study, file), "is a slide of real site S0")
-    require_public(study, picture)
+    refused(lambda: SourceCheck(study).require_public(file), "is a slide of real site S0")
+    SourceCheck(study).require_public(picture)
     edit(site_file(study, "S0"), "archive/*", "archive/*/*.dcm")
-    refused(lambda: require_public(study, file.parent), "is a slide of real site S0")
-    require_public(study, picture)
+    refused(lambda: SourceCheck(study).require_public(file.parent), "is a slide of real site S0")
+    SourceCheck(study).require_public(picture)
 
 
 @pytest.fixture

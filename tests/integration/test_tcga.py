@@ -15,7 +15,8 @@ from test_archive_layouts import generic
 from wsi_fl.demo.simulated_slides import write_pyramid
 from wsi_fl.slides.layouts import Sources, detect_layout, list_site, list_sites, read_site
 from wsi_fl.slides.layouts.tcga import _TYPE_OF_PROJECT, name_site, parse_barcode
-from wsi_fl.stages.prepare.init_study import ArchiveTables, init_study
+from wsi_fl.stages.prepare.init_features import ArchiveTables
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.slide_lists import resolve_sources
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.study.folder import Study, find_shipped_folder

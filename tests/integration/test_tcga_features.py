@@ -12,7 +12,8 @@ import pytest
 
 from wsi_fl.slides.layouts.tcga_targets import list_institutions, read_clinical, read_target
 from wsi_fl.stages.prepare.import_export import import_features
-from wsi_fl.stages.prepare.init_study import ArchiveTables, init_study
+from wsi_fl.stages.prepare.init_features import ArchiveTables
+from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError

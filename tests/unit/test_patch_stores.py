@@ -1,5 +1,6 @@
 """Patch stores return exactly the written patches, and damaged stores are refused."""
 
+import hashlib
 import resource
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ from conftest import nightly
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from wsi_fl.stages.site import site_data
+from wsi_fl.stores import fields
 from wsi_fl.stores import patch_shards as shards
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_shards import ShardMeta, pack_store, write_columns, write_shard, write_streams
@@ -343,3 +346,30 @@ def test_shards_that_changed_places_are_refused_though_their_columns_are_equal(t
         for act in (PatchStore.verify, PatchStore.open_shard):
             with PatchStore(tmp_path / "patches.h5") as store:
                 refused(partial(act, store, slide), f"slide {slide}", "other patches", "wsi-fl tile")
+
+
+@pytest.mark.parametrize("width", [None, 40])
+@pytest.mark.parametrize("names", [["組織 ü", "a", "", "a", "a", "🔬"], ["", ""], ["b"], []])
+def test_names_that_repeat_take_four_bytes_a_row_and_keep_their_array(names, width, tmp_path):
+    with h5py.File(tmp_path / "names.h5", "w") as file:
+        file["slide"] = np.array([name.encode() for name in names], h5py.string_dtype("utf-8", width))
+        texts, column = fields.read_texts(file, "slide"), fields.read_name_column(file, "slide")
+    assert column.expand().tolist() == names and column.expand().dtype == texts.dtype
+    assert column.codes.nbytes == 4 * len(names) and len(column.names) == len({*names})
+    again = fields.encode_names(texts)
+    assert np.array_equal(again.codes, column.codes) and np.array_equal(again.names, column.names)
+    counts = np.arange(len(names))
+    assert column.repeat(counts).expand().tolist() == np.repeat(texts, counts).tolist()
+
+
+def test_the_digest_of_a_store_is_that_of_its_whole_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(site_data, "_HASHED_ROWS", 5)
+    shards_written = [
+        add_shard(tmp_path, name, n, seed) for seed, (name, n) in enumerate((("ü", 7), ("longer name", 9)))
+    ]
+    write_columns(tmp_path / "patches.h5", META, shards_written)
+    with PatchStore(tmp_path / "patches.h5") as store:
+        table = store.table
+        columns = (table.xy_l0, table.label, table.slide, table.patient, table.split)
+        whole = hashlib.sha256(b"".join(np.ascontiguousarray(column).tobytes() for column in columns))
+        assert site_data.store_digest(store) == whole.hexdigest()

@@ -53,6 +53,10 @@ PartOption = Annotated[
         "found. By default jobs share what is free.",
     ),
 ]
+FileEncoder = Annotated[str | None, Option(help="Encoder of the features, where the files lack it.")]
+EncoderName = Annotated[
+    str | None, Option("--encoder-name", metavar="NAME", help="New name of the encoder, whatever the files call it.")
+]
 Run = Annotated[str, Argument(help="A run: its folder, name or number.")]
 
 

@@ -10,6 +10,8 @@ import typer
 from typer import Argument, Option
 
 from wsi_fl.cli.options import (
+    EncoderName,
+    FileEncoder,
     Gpus,
     Json,
     PartOption,
@@ -75,7 +77,8 @@ def create_study(
     as_json: Json = False,
 ) -> None:
     """Create a study: pipelines/ and sites/ to edit."""
-    from wsi_fl.stages.prepare.init_study import ArchiveTables, init_study, render_init_lines
+    from wsi_fl.stages.prepare.init_features import ArchiveTables
+    from wsi_fl.stages.prepare.init_study import init_study, render_init_lines
 
     tables = ArchiveTables(group_by, clinical or (), codes, tuple(columns or ()), tuple(targets or ()), min_patients)
     document = init_study(
@@ -200,13 +203,10 @@ def import_features(
     labels: Annotated[
         Path | None, Option(metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split.")
     ] = None,
-    encoder: Annotated[str | None, Option(help="Encoder of the features, where the files lack it.")] = None,
+    encoder: FileEncoder = None,
     patch_px: Annotated[int | None, Option(min=1, help="Side of a patch in pixels, where the files lack it.")] = None,
     mpp: Annotated[float | None, Option(min=1e-3, help="µm per pixel of the patches, where the files lack it.")] = None,
-    called: Annotated[
-        str | None,
-        Option("--encoder-name", metavar="NAME", help="New name of the encoder, whatever the files call it."),
-    ] = None,
+    called: EncoderName = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
@@ -218,24 +218,15 @@ def import_features(
     from wsi_fl.stages.prepare.slide_lists import Scope, render_mosaic_lines
     from wsi_fl.stages.runtime.hints import partition_hint
 
+    scope: Scope = {"site": site, "pipeline_name": pipeline, "overrides": overrides or []}
     if form == "patches":
-        scope: Scope = {"site": site, "pipeline_name": pipeline, "overrides": overrides or []}
         images = import_patches(study, source, labels=labels, size_px=patch_px, mpp=mpp, **scope)
         print_document(images, as_json, lambda document: [*render_patches_lines(document), partition_hint(study)])
         return
     if labels is None:
         raise UsageError("--labels names a table of slides, patients and labels")
-    work = partial(
-        import_features,
-        study,
-        site=site,
-        form=form,
-        source=source,
-        labels=labels,
-        facts=ImportFacts(encoder, patch_px, mpp, called),
-        pipeline_name=pipeline,
-        overrides=overrides or [],
-    )
+    facts = ImportFacts(encoder, patch_px, mpp, called)
+    work = partial(import_features, study, form=form, source=source, labels=labels, facts=facts, **scope)
     run_work("import", work, as_json, render_mosaic_lines)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from wsi_fl.data.tasks import CLASSES, Task
+from wsi_fl.stores.fields import NameColumn, encode_names
 from wsi_fl.types import UsageError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ Inputs = NDArray[Any]
 """Pixels uint8[b, h, w, channels] of images, padded bags float32[b, m, d + 1], or features float32[b, d] of patches."""
 _Features = NDArray[np.float32]
 _Rows = NDArray[np.int64]
+_Names: TypeAlias = "NDArray[np.str_] | pd.Categorical"
 
 IN_MEMORY_BYTES = 1 << 30
 _MAX_BAG_VALUES = 1 << 24
@@ -98,8 +100,8 @@ class Cohort:
     def from_columns(
         read: Callable[[_Rows], Inputs],
         label: NDArray[Any],
-        slide: NDArray[np.str_],
-        patient: NDArray[np.str_],
+        slide: _Names,
+        patient: _Names,
         allowed: NDArray[np.bool_] | None = None,
         **columns: Any,
     ) -> Cohort:
@@ -107,11 +109,11 @@ class Cohort:
 
         Args:
             label: int64[n], or the truth of another task.
-            slide, patient: str[n].
+            slide, patient: str[n], or as categories.
             columns: further columns of `obs`, [n].
         """
         names = {"slide": _encode_names(slide), "patient": _encode_names(patient)}
-        return Cohort(pd.DataFrame(names | tabulate_truth(label) | columns), read, allowed)
+        return Cohort(pd.DataFrame(names | tabulate_truth(label) | columns, copy=False), read, allowed)
 
     @staticmethod
     def from_arrays(
@@ -145,13 +147,13 @@ class Cohort:
         """Return all patches of a store, as pixels or as features; `group` makes bags of the latter."""
         from wsi_fl.stores.bag_store import BagStore
 
-        columns: dict[str, Any] = {}
         if isinstance(store, BagStore):
-            table, columns["tumor_type"] = store.patch_table, _encode_names(store.table.tumor_type[store.bag_of_patch])
+            label, names = store.patch_label, store.patch_names
         else:
-            table = store.table
-        columns |= {"split": _encode_names(table.split), "x_l0": table.xy_l0[:, 0], "y_l0": table.xy_l0[:, 1]}
-        return Cohort.from_columns(store.read, table.label, table.slide, table.patient, **columns)
+            label, names = store.label, store.names
+        columns: dict[str, Any] = {name: _build_categorical(column) for name, column in names.items()}
+        columns |= dict(zip(("x_l0", "y_l0"), store.xy_l0.T, strict=True))
+        return Cohort.from_columns(store.read, label, **columns)
 
     def assign_columns(self, **columns: ArrayLike) -> Cohort:
         """Return the same examples with other values in columns of `obs`."""
@@ -253,12 +255,12 @@ def read_names(column: pd.Series) -> NDArray[np.str_]:
     return values
 
 
-def _encode_names(names: NDArray[np.str_]) -> pd.Categorical:
-    """Return names as categories, fast and small where equal ones lie together, as those of a slide's patches."""
-    starts = np.flatnonzero(np.r_[True, names[1:] != names[:-1]][: len(names)])
-    categories, codes = np.unique(names[starts], return_inverse=True)
-    codes = np.repeat(codes, np.diff(starts, append=len(names)))
-    return pd.Categorical.from_codes(codes, categories.astype(object))
+def _encode_names(names: _Names) -> pd.Categorical:
+    return names if isinstance(names, pd.Categorical) else _build_categorical(encode_names(names))
+
+
+def _build_categorical(column: NameColumn) -> pd.Categorical:
+    return pd.Categorical.from_codes(column.codes, column.names.astype(object))
 
 
 def _read_bags(bags: Sequence[Inputs], rows: _Rows) -> Inputs:

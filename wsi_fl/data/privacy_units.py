@@ -56,6 +56,13 @@ class PrivacyUnits:
     def _has_single_rows(self) -> bool:
         return bool((np.diff(self.of_row) > 0).all())
 
+    @cached_property
+    def with_rows(self) -> NDArray[np.int64]:
+        """The units that have a row, in ascending order."""
+        if self._has_single_rows:
+            return self.of_row
+        return np.flatnonzero(np.bincount(self.of_row, minlength=self.n))
+
     def draw_rows(self, chosen: NDArray[np.int64], sampler: CipherStream) -> NDArray[np.int64]:
         """Return the rows int64[b] of the chosen units, at random at most `max_rows` of each."""
         if self._has_single_rows and len(self.of_row):
@@ -70,9 +77,8 @@ class PrivacyUnits:
 
     def epoch_batches(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
         """Yield the rows of the batches of `epochs` shuffled passes over the units with rows, without privacy."""
-        units = np.unique(self.of_row)
-        for chosen in draw_epoch_rows(len(units), batch_size, epochs, sampler=sampler):
-            yield self.draw_rows(units[chosen], sampler)
+        for chosen in draw_epoch_rows(len(self.with_rows), batch_size, epochs, sampler=sampler):
+            yield self.draw_rows(self.with_rows[chosen], sampler)
 
     def attach_units(
         self, batches: Iterator[tuple[Tensor, Tensor]], rows: list[NDArray[np.int64]], device: torch.device

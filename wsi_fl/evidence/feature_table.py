@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.tasks import SurvivalTask
 from wsi_fl.slides.layouts.common import TableRow, match_slide_name, read_rows
-from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
 from wsi_fl.slides.layouts.tcga_targets import SURVIVAL, SURVIVAL_COLUMNS, SURVIVAL_INTERVALS
 from wsi_fl.stages.prepare.feature_columns import TABLE_SUFFIXES, FeatureColumns, read_columns, require_columns
 from wsi_fl.stages.runtime.console import SilentProgress, Watcher
@@ -56,7 +55,6 @@ def read_table(
     Raises:
         UsageError: for anything else, fewer than two classes, classes that differ in case only, or invalid numbers.
     """
-    excluded: list[ExcludedSlide] = []
     if path.is_dir():
         return _read_folder(path, labels, target, watcher or SilentProgress())
     if target is not None:
@@ -67,17 +65,17 @@ def read_table(
         x, y, patient = _read_store(path)
     else:
         raise UsageError(f"{path}: features are read from .npz, .csv, .h5, or a folder of TRIDENT's")
-    return _build_table(path, x, y, patient, excluded)
+    return _build_table(path, x, y, patient)
 
 
 def _build_table(
-    path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any], excluded: list[ExcludedSlide]
+    path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArray[Any], excluded: Sequence[ExcludedSlide] = ()
 ) -> FeatureTable:
     """Return the table of features with classes; rows without a class are excluded."""
     require_columns(path, x, y, patient)
     unknown = np.array([is_missing(str(name)) for name in y.tolist()], bool)
     if unknown.any():
-        excluded += [ExcludedSlide(f"row {row}", "has no label") for row in np.flatnonzero(unknown).tolist()]
+        excluded = [*excluded, *(ExcludedSlide(f"row {k}", "has no label") for k in np.flatnonzero(unknown).tolist())]
         x, y, patient = (values[~unknown] for values in (x, y, patient))
     patient = np.array(["" if is_missing(name) else compose_text(name) for name in map(str, patient.tolist())])
     classes, numbers = np.unique(y, return_inverse=True)
@@ -166,10 +164,7 @@ def _find_label_columns(labels: Path, rows: Sequence[TableRow], target: str | No
 
 def _parse_survival(labels: Path, rows: Sequence[TableRow]) -> NDArray[np.float64]:
     """Return months, and 1 for dead, float64[n, 2]."""
-    try:
-        truth = np.array([[parse_cell_number(row[column]) for column in SURVIVAL_COLUMNS] for row in rows])
-    except ValueError:
-        truth = np.full((len(rows), 2), np.nan)
+    truth = np.array([[row.read_number(column) for column in SURVIVAL_COLUMNS] for row in rows])
     if not _SURVIVAL_TASK.find_valid(truth, len(SURVIVAL_INTERVALS)).all():
         raise UsageError(f"{labels}: {' and '.join(SURVIVAL_COLUMNS)} must be months from 0 on, and 1 or 0")
     return truth

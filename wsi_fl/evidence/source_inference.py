@@ -20,7 +20,6 @@ from wsi_fl.data.cohort import Cohort
 from wsi_fl.data.metrics import INTERVAL_QUANTILES, fill_patient_names, resample_clusters, share_interval
 from wsi_fl.learning.local_training import example_losses
 from wsi_fl.oneshot.payload import require_head
-from wsi_fl.oneshot.released_statistics import statistics_of
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.report.formatting import Json
 from wsi_fl.stages.evaluation.load_models import is_trained_with_dp
@@ -69,7 +68,7 @@ def bound_whole_sites(epsilon: float, delta: float, n_sites: int) -> float:
 
 
 def measure_accuracy(
-    scores: Sequence[_Array], patients: Sequence[NDArray[np.str_]], *, by_patient: bool, repeats: int, seed: int = 0
+    scores: Sequence[_Array], patients: Sequence[NDArray[np.str_]], *, by_patient: bool, repeats: int
 ) -> Json:
     """Measure guesses of the site with the highest score; where scores are equal, of the first.
 
@@ -95,7 +94,7 @@ def measure_accuracy(
     is_right = [rows.argmax(1) == k for k, rows in enumerate(scores)]
     accuracy, interval = float(np.mean([hits.mean() for hits in is_right])), None
     if min(n_patients) > 1 and repeats:
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         sites = list(zip(is_right, clusters, n_patients, strict=True))
         draws = [
             np.mean([np.average(hits, weights=resample_clusters(rng, cluster, n)) for hits, cluster, n in sites])
@@ -124,12 +123,9 @@ def calibrate_losses(losses: Sequence[_Array]) -> list[_Array]:
 
 def read_class_means(head: SharedHead, statistics: Tensor) -> _ClassMeans:
     """Return the class means of released statistics, as in `SharedHead.sums`; for other tasks the mean of all."""
-    sums, counts = (part.numpy() for part in head.unpack_statistics(statistics))
-    variances = statistics[-len(counts) :].double().clamp(min=0).numpy()
-    if variances.all():  # a class of weight w has sums, counts and noise of w times their size
-        weights = np.sqrt(variances / variances.max())
-        sums, counts, variances = sums / weights[:, None], counts / weights, variances / weights**2
-    noise = variances * (float(head.clip_scale) / head.layout.sum_scale) ** 2
+    statistics = head.layout.remove_weights(statistics)
+    parts = (*head.unpack_statistics(statistics), head.noise_variances(statistics))
+    sums, counts, noise = (part.numpy() for part in parts)
     if head.kind != "classes":
         sums, counts, noise = (part.sum(0, keepdims=True) for part in (sums, counts, noise))
     sizes = counts.clip(min=1)
@@ -185,7 +181,7 @@ def attack_sources(
     parts = [_sample_records(context, name, _MAX_RECORDS // n) for name in names]
     groups = {key: cohorts for key, *cohorts in zip(("training", "unseen"), *parts, strict=True) if all(cohorts)}
     score = _score_statistics if by_statistics else _score_losses
-    scores, records = score(context, names, map(load_released, names), groups), {}
+    scores, records = score(map(load_released, names), groups), {}
     for key, cohorts in groups.items():
         names_by_site, repeats = [examples.patient for examples in cohorts], context.pipeline.evaluate.bootstrap
         guess = partial(
@@ -224,9 +220,7 @@ def _score_labels(training: Sequence[Cohort], cohorts: Sequence[Cohort]) -> list
     return [np.stack(shares, axis=1)[examples.label] for examples in cohorts]
 
 
-def _score_losses(
-    context: RunContext, names: Sequence[str], networks: Iterable[nn.Module], groups: _Groups
-) -> dict[str, list[_Array]]:
+def _score_losses(networks: Iterable[nn.Module], groups: _Groups) -> dict[str, list[_Array]]:
     """Return scores float64[n, K] of each site's records by the losses of the K models."""
     columns: dict[str, list[list[_Array]]] = {key: [] for key in groups}
     for network in networks:  # one at a time in memory
@@ -238,15 +232,10 @@ def _score_losses(
     }
 
 
-def _score_statistics(
-    context: RunContext, names: Sequence[str], networks: Iterable[nn.Module], groups: _Groups
-) -> dict[str, list[_Array]]:
+def _score_statistics(networks: Iterable[nn.Module], groups: _Groups) -> dict[str, list[_Array]]:
     """Return scores float64[n, K] of each site's records by the class statistics of the K sites."""
     heads = [require_head(network).cpu() for network in networks]
-    vectors: list[Tensor] = [network.released for network in heads]
     head, device = heads[0], torch.device("cpu")
-    if context.uses_files:
-        vectors = [torch.from_numpy(statistics_of(context)[name].vector) for name in names]
 
     def embed_records(examples: Cohort) -> _Array:
         rows, size = np.arange(len(examples)), examples.at_once or _BATCH_RECORDS
@@ -258,7 +247,7 @@ def _score_statistics(
     def list_labels(examples: Cohort) -> NDArray[np.int64]:
         return examples.label if head.kind == "classes" else np.zeros(len(examples), np.int64)
 
-    sites, covariance = [read_class_means(head, vector) for vector in vectors], head.covariance.numpy()
+    sites, covariance = [read_class_means(head, network.released) for network in heads], head.covariance.numpy()
     return {
         key: score_class_means([*map(embed_records, cohorts)], [*map(list_labels, cohorts)], sites, covariance)
         for key, cohorts in groups.items()

@@ -8,6 +8,7 @@ of other tools have them too, where the picture was among the slides.
 from __future__ import annotations
 
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -62,18 +63,19 @@ def write_picture(path: Path) -> None:
 
 def cut_patches(spec: GridSpec) -> NDArray[np.uint8]:
     """Return the first patches of the picture, uint8[n, size, size, 3] with n up to 32, in rows from its corner."""
-    side = _side_of(spec)
-    picture = paint_picture()
-    corners = [(x, y) for y in range(0, _HEIGHT - side + 1, side) for x in range(0, _WIDTH - side + 1, side)]
-    patches = [picture[y : y + side, x : x + side] for x, y in corners[:_N_PATCHES]]
+    picture, (side, corners) = paint_picture(), _list_corners(spec)
+    patches = [picture[y : y + side, x : x + side] for x, y in corners]
     if side != spec.size_px:
         size = (spec.size_px, spec.size_px)
         patches = [np.asarray(Image.fromarray(patch).resize(size, Image.Resampling.BICUBIC)) for patch in patches]
     return np.array(patches, np.uint8).reshape(-1, spec.size_px, spec.size_px, 3)
 
 
-def _side_of(spec: GridSpec) -> int:
-    return round(spec.size_px * (spec.mpp or GOLDEN_MPP) / GOLDEN_MPP)
+def _list_corners(spec: GridSpec) -> tuple[int, list[tuple[int, int]]]:
+    """Return the side of the golden patches in the picture, and their top-left corners (x, y) in rows."""
+    side = round(spec.size_px * (spec.mpp or GOLDEN_MPP) / GOLDEN_MPP)
+    corners = ((x, y) for y in range(0, _HEIGHT - side + 1, side) for x in range(0, _WIDTH - side + 1, side))
+    return side, [*islice(corners, _N_PATCHES)]
 
 
 def select_golden(features: NDArray[np.float32], xy: NDArray[np.int64], spec: GridSpec) -> GoldenVectors:
@@ -82,12 +84,11 @@ def select_golden(features: NDArray[np.float32], xy: NDArray[np.int64], spec: Gr
     Args:
         features, xy: float32[m, d] and int64[m, 2], top-left corners.
     """
-    side, rows = _side_of(spec), np.full((_N_PATCHES, features.shape[1]), np.nan, np.float32)
-    per_row = _WIDTH // side
+    rows = np.full((_N_PATCHES, features.shape[1]), np.nan, np.float32)
+    places = {corner: place for place, corner in enumerate(_list_corners(spec)[1])}
     for row, (x, y) in zip(features, xy.tolist(), strict=True):
-        place = y // side * per_row + x // side
-        if x % side == 0 == y % side and 0 <= x // side < per_row and 0 <= place < _N_PATCHES:
-            rows[place] = row
+        if (x, y) in places:
+            rows[places[x, y]] = row
     return project_features(rows) if np.isfinite(rows).any() else ()
 
 

@@ -126,6 +126,10 @@ _LUNIT = Transform((0.70322989, 0.53606487, 0.66096631), (0.21716536, 0.26081574
 _GENBIO = Transform((0.697, 0.575, 0.728), (0.188, 0.240, 0.187), 224, "bilinear")
 _HIBOU = Transform((0.7068, 0.5755, 0.722), (0.195, 0.2316, 0.1816), 224, "bicubic")
 
+_VIT_S16, _VIT_B16, _VIT_L16 = (f"vit_{size}_patch16_224" for size in ("small", "base", "large"))
+_VIT_L14, _VIT_G14 = (f"vit_{size}_patch14_dinov2" for size in ("large", "giant"))
+_VIT_B14_REG, _VIT_L14_REG, _VIT_G14_REG = (f"vit_{size}_patch14_reg4_dinov2" for size in ("base", "large", "giant"))
+"""timm's names of vision transformers: size, side of a token's patch, and whether with registers."""
 _APACHE, _NO_DERIVATIVES, _ON_CARD = "Apache 2.0", "CC BY-NC-ND 4.0", "see the model card"
 _ALL_MPP = (0.25, 0.5, 1.0, 2.0)
 _CLASS_AND_MEAN: Pooling = "class token and mean of patches"
@@ -133,6 +137,7 @@ _224: dict[str, object] = {"img_size": 224}
 _SCALED = {**_224, "init_values": 1e-5}
 _WIDE = {"mlp_ratio": 5.33334}
 _GENBIO_SIZE = {"embed_dim": 1536, "depth": 40, "num_heads": 24, "mlp_ratio": 8 / 3}
+_FLASH = {**_SCALED, "mlp_ratio": 2048 / 384}
 _UNI2 = {"embed_dim": 1536, "depth": 24, "num_heads": 24, "reg_tokens": 8, "no_embed_class": True}
 
 
@@ -144,8 +149,7 @@ def _virchow_preset(n_parameters: int, hub_id: str, licence: str, mpp: tuple[flo
 
 
 def _giant_preset(hub_id: str, licence: str, transform: Transform = _BIOPTIMUS, **more: Any) -> Preset:
-    name = "vit_giant_patch14_reg4_dinov2"
-    return Preset(name, 1536, 1134774272, transform, hub_id, licence, arguments=_SCALED, **more)
+    return Preset(_VIT_G14_REG, 1536, 1134774272, transform, hub_id, licence, arguments=_SCALED, **more)
 
 
 def _kaiko_preset(name: str, n_features: int, n_parameters: int, on_hub: str = "", **arguments: Any) -> Preset:
@@ -172,24 +176,15 @@ def _build_genbio(weights: Path | None) -> nn.Module:
 _OWKIN = "Owkin non-commercial"
 _BUILTIN_PRESETS = {
     "gigapath-flash": Preset(
-        *("vit_small_patch16_224", 384, 21681024, _GIGAPATH, "prov-gigapath/prov-gigapath-flash", _APACHE),
-        arguments={**_SCALED, "mlp_ratio": 2048 / 384},
-        swiglu=True,
+        _VIT_S16, 384, 21681024, _GIGAPATH, "prov-gigapath/prov-gigapath-flash", _APACHE, arguments=_FLASH, swiglu=True
     ),
     "kaiko-vits8": _kaiko_preset("vit_small_patch8_224", 384, 21670272),
-    "kaiko-vits16": _kaiko_preset("vit_small_patch16_224", 384, 21665664),
+    "kaiko-vits16": _kaiko_preset(_VIT_S16, 384, 21665664),
     "lunit-vits8": _lunit_preset("vit_small_patch8_224", 21670272),
-    "lunit-vits16": _lunit_preset("vit_small_patch16_224", 21665664),
-    "uni": Preset(
-        "vit_large_patch16_224", 1024, 303350784, _IMAGENET, "MahmoodLab/UNI", _NO_DERIVATIVES, arguments=_SCALED
-    ),
+    "lunit-vits16": _lunit_preset(_VIT_S16, 21665664),
+    "uni": Preset(_VIT_L16, 1024, 303350784, _IMAGENET, "MahmoodLab/UNI", _NO_DERIVATIVES, arguments=_SCALED),
     "uni2-h": Preset(
-        "vit_giant_patch14_224",
-        1536,
-        681394176,
-        _IMAGENET,
-        "MahmoodLab/UNI2-h",
-        _NO_DERIVATIVES,
+        *("vit_giant_patch14_224", 1536, 681394176, _IMAGENET, "MahmoodLab/UNI2-h", _NO_DERIVATIVES),
         arguments=_SCALED | _WIDE | _UNI2,
         swiglu=True,
     ),
@@ -198,50 +193,32 @@ _BUILTIN_PRESETS = {
     "h-optimus-0": _giant_preset("bioptimus/H-optimus-0", _APACHE),
     "h-optimus-1": _giant_preset("bioptimus/H-optimus-1", _ON_CARD),
     "h0-mini": Preset(
-        "vit_base_patch14_reg4_dinov2",
-        1536,
-        85739520,
-        _BIOPTIMUS,
-        "bioptimus/H0-mini",
-        _ON_CARD,
+        *(_VIT_B14_REG, 1536, 85739520, _BIOPTIMUS, "bioptimus/H0-mini", _ON_CARD),
         pooling=_CLASS_AND_MEAN,
         arguments=_224 | _WIDE,
         swiglu=True,
     ),
     "gigapath": Preset(
-        "vit_giant_patch14_dinov2",
-        1536,
-        1134953984,
-        _GIGAPATH,
-        "prov-gigapath/prov-gigapath",
-        _ON_CARD,
+        *(_VIT_G14, 1536, 1134953984, _GIGAPATH, "prov-gigapath/prov-gigapath", _ON_CARD),
         arguments={**_SCALED, "patch_size": 16, **_WIDE},
     ),
-    "phikon": Preset("vit_base_patch16_224", 768, 85798656, _IMAGENET, "owkin/phikon", _OWKIN),
-    "phikon-v2": Preset(
-        "vit_large_patch16_224", 1024, 303350784, _IMAGENET_BICUBIC, "owkin/phikon-v2", _OWKIN, arguments=_SCALED
-    ),
+    "phikon": Preset(_VIT_B16, 768, 85798656, _IMAGENET, "owkin/phikon", _OWKIN),
+    "phikon-v2": Preset(_VIT_L16, 1024, 303350784, _IMAGENET_BICUBIC, "owkin/phikon-v2", _OWKIN, arguments=_SCALED),
     "kaiko-vitb8": _kaiko_preset("vit_base_patch8_224", 768, 85807872),
-    "kaiko-vitb16": _kaiko_preset("vit_base_patch16_224", 768, 85798656),
-    "kaiko-vitl14": _kaiko_preset(
-        *("vit_large_patch14_reg4_dinov2", 1024, 304370688, "vit_large_patch14_reg4_224"), dynamic_img_size=True
-    ),
-    "hibou-b": _hibou_preset("vit_base_patch14_reg4_dinov2", 768, 85739520, "histai/hibou-b", 5.33334),
-    "hibou-l": _hibou_preset("vit_large_patch14_reg4_dinov2", 1024, 303657216, "histai/hibou-L", 5.34375),
+    "kaiko-vitb16": _kaiko_preset(_VIT_B16, 768, 85798656),
+    "kaiko-vitl14": _kaiko_preset(_VIT_L14_REG, 1024, 304370688, "vit_large_patch14_reg4_224", dynamic_img_size=True),
+    "hibou-b": _hibou_preset(_VIT_B14_REG, 768, 85739520, "histai/hibou-b", 5.33334),
+    "hibou-l": _hibou_preset(_VIT_L14_REG, 1024, 303657216, "histai/hibou-L", 5.34375),
     "midnight-12k": Preset(
-        "vit_giant_patch14_dinov2", 3072, 1134769664, _HALF, "kaiko-ai/midnight", "MIT", _ALL_MPP, _CLASS_AND_MEAN, _224
+        _VIT_G14, 3072, 1134769664, _HALF, "kaiko-ai/midnight", "MIT", _ALL_MPP, _CLASS_AND_MEAN, arguments=_224
     ),
     "openmidnight": _giant_preset(
-        *("SophontAI/OpenMidnight", _ON_CARD, _IMAGENET), mpp=(), hub_files=("teacher_checkpoint_load.pt",)
+        "SophontAI/OpenMidnight", _ON_CARD, _IMAGENET, mpp=(), hub_files=("teacher_checkpoint_load.pt",)
     ),
     "gpfm": Preset(
-        *("vit_large_patch14_dinov2", 1024, 303227904, _IMAGENET_BICUBIC, "majiabo/GPFM", "MIT"),
-        arguments=_SCALED,
-        hub_files=("GPFM.pth",),
+        _VIT_L14, 1024, 303227904, _IMAGENET_BICUBIC, "majiabo/GPFM", "MIT", arguments=_SCALED, hub_files=("GPFM.pth",)
     ),
-    "mstar": Preset(
-        "vit_large_patch16_224", 1024, 303350784, _IMAGENET_BICUBIC, "Wangyh/mSTAR", _ON_CARD, arguments=_SCALED
-    ),
+    "mstar": Preset(_VIT_L16, 1024, 303350784, _IMAGENET_BICUBIC, "Wangyh/mSTAR", _ON_CARD, arguments=_SCALED),
     "genbio-pathfm": Preset(
         *("vit_7b_patch16_dinov3", 4608, 1133686784, _GENBIO, "genbio-ai/genbio-pathfm"),
         licence="GenBio AI Community, non-commercial",
@@ -293,17 +270,6 @@ def find_preset(name: str) -> str | None:
     return next((preset for preset in PRESETS if _strip_punctuation(preset) == _OTHER_NAMES.get(bare, bare)), None)
 
 
-def find_variants(name: str) -> list[str]:
-    """Return the presets with the weights of a preset, which differ in preprocessing; itself among them.
-
-    Example:
-        >>> find_variants("lunit-vits8"), find_variants("uni")
-        (['lunit-vits8', 'lunit-vits8-uncropped'], ['uni'])
-    """
-    hub_id = PRESETS[name].hub_id
-    return sorted({name, *(other for other, preset in PRESETS.items() if hub_id and preset.hub_id == hub_id)})
-
-
 def match_variants(
     name: str, size_px: int | None, input_px: int | None, transform: Mapping[str, Any] | None
 ) -> list[str]:
@@ -319,18 +285,16 @@ def match_variants(
         >>> match_variants("gigapath", 256, 224, None), match_variants("lunit-vits8", 224, 224, None)
         (['gigapath'], ['lunit-vits8', 'lunit-vits8-uncropped'])
     """
-    names = [name, *(other for other in find_variants(name) if other != name)]
+    hub_id = PRESETS[name].hub_id
+    variants = [other for other, preset in PRESETS.items() if hub_id and preset.hub_id == hub_id and other != name]
+    names = [name, *variants]
     if transform is None:
         names = [other for other in names if input_px in {None, PRESETS[other].transform.px}]
         shapes = {other: PRESETS[other].transform.resize_shape(size_px) for other in names}
         is_alone = len(names) == 1
         return [other for other, (side, px, _) in shapes.items() if is_alone or side != px or side == size_px]
     stated = _read_transform(transform, size_px)
-    return (
-        []
-        if stated is None
-        else [other for other in names if PRESETS[other].transform.makes_same_images(stated, size_px)]
-    )
+    return [other for other in names if stated and PRESETS[other].transform.makes_same_images(stated, size_px)]
 
 
 def _read_transform(stated: Mapping[str, Any], size_px: int | None) -> Transform | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,24 +20,19 @@ from wsi_fl.oneshot.projection import (
     fit_projection,
     write_projection,
 )
-from wsi_fl.oneshot.public_features import (
-    MAX_PATCHES,
-    PublicFeatures,
-    combine_digests,
-    is_feature_source,
-    read_public_features,
-)
+from wsi_fl.oneshot.public_features import MAX_PATCHES, PublicFeatures, combine_digests, read_public_features
 from wsi_fl.privacy.accounting import find_sigma
 from wsi_fl.slides.patching.slide_plan import plan_slide
 from wsi_fl.slides.reading.formats import is_slide_folder
 from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.slides.reading.probe import check_opens_safely
+from wsi_fl.stages.prepare.feature_columns import TABLE_SUFFIXES
 from wsi_fl.stages.prepare.import_export import ImportFacts
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_plan_params
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.runtime.hints import join_commands, next_command
 from wsi_fl.stages.site.encoders import list_study_encoders, load_encoder
-from wsi_fl.stages.site.public_sources import PrivateSlides, index_private_slides, require_public, sample_indices
+from wsi_fl.stages.site.public_sources import SourceCheck, sample_indices
 from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -46,6 +41,7 @@ from wsi_fl.system.files import file_sha256
 from wsi_fl.system.machine import n_cores
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError, encoder_differences, has_weights_digest
 
+_T = TypeVar("_T")
 _TOOLS_HINT = f"; for features of another tool name it, --format {' or '.join(LAYOUTS)}"
 
 
@@ -100,15 +96,19 @@ def build_projection(
         n_dimensions: number of dimensions; None for 32, or the number that suits the planned statistics.
         statistics: the planned statistics, if known.
         mpp: µm per pixel of sources without a resolution.
-        public: whether the user declares all sources public; see `require_public`.
+        public: whether the user declares all sources public; see `SourceCheck`.
 
     Raises:
         UsageError: when a source belongs to a site, encoders differ, or all sources have too few patches.
         WsiFlError: when a named source cannot be read, or there is none.
     """
     pipeline = study.load_pipeline(study.pipeline_name(pipeline_name), overrides)
-    reader = _SourceReader(study, pipeline, form, facts or ImportFacts(), mpp, public)
-    parts, skipped = reader.read_sources(sources, watcher or SilentProgress())
+    check = SourceCheck(study, public)
+    reader = _SourceReader(study, pipeline, sources, form, facts or ImportFacts(), mpp, check)
+    parts, skipped = read_sources(sources, form, check, reader.read_source, watcher or SilentProgress())
+    if not parts:
+        raise WsiFlError(f"--from: no slide, picture or feature store{name_examples(skipped)}{_TOOLS_HINT}")
+    skipped += [name for part in parts for name in part.excluded]
     encoder = _require_one_encoder(parts, list_study_encoders(study, pipeline))
     x = np.concatenate([part.features for part in parts])
     if n_dimensions is None and statistics is not None:
@@ -132,7 +132,33 @@ def build_projection(
     }
 
 
-def list_files(sources: Sequence[Path], form: str | None) -> list[Path]:
+def read_sources(
+    sources: Sequence[Path], form: str | None, check: SourceCheck, read: Callable[[Path], _T], progress: Watcher
+) -> tuple[list[_T], list[str]]:
+    """Return what a function reads of each source, and the names of unreadable files in named folders.
+
+    No source is read before all are found public; another tool's files, of a `form`, are checked by the function.
+    """
+    results, unreadable, files = list[_T](), list[str](), _list_files(sources, form)
+    for path in files if form is None else ():
+        try:
+            check.require_public(path)
+        except WsiFlError as error:
+            if isinstance(error, UsageError):  # an unreadable store is named or skipped below
+                raise
+        progress.update(path.name, 0, 1)
+    for path in files:
+        try:
+            results.append(read(path))
+        except WsiFlError as error:
+            if path in sources or isinstance(error, UsageError):
+                raise
+            unreadable.append(path.name)
+        progress.update(path.name, 1, 1)
+    return results, unreadable
+
+
+def _list_files(sources: Sequence[Path], form: str | None) -> list[Path]:
     """Return the named files and slide folders, and those directly in named folders; folders of other tools as such."""
     file_lists = (
         drop_companions(path.iterdir()) if path.is_dir() and not form and not is_slide_folder(path) else [path]
@@ -149,49 +175,26 @@ class _SourceReader:
 
     study: Study
     pipeline: Pipeline
+    sources: Sequence[Path]
     form: str | None
     facts: ImportFacts
     mpp: float | None
-    public: bool
+    check: SourceCheck
 
-    def read_sources(self, sources: Sequence[Path], progress: Watcher) -> tuple[list[PublicFeatures], list[str]]:
-        """Return features of every source that can be read, and the names of the other files in folders."""
-        parts, skipped, files = list[PublicFeatures](), list[str](), list_files(sources, self.form)
-        for path in files:
-            self._require_public(path)
-            progress.update(path.name, 0, 1)
-        for path in files:
+    def read_source(self, path: Path) -> PublicFeatures:
+        """Return features of some patches of a source; those of slides and pictures are computed."""
+        is_named = path in self.sources
+        if self.form is not None or (
+            is_named and path.suffix in TABLE_SUFFIXES
+        ):  # in a folder a table may be of labels
+            return read_public_features(path, self.form, self.facts, self.check)
+        if path.suffix == ".h5":
             try:
-                part = self._read_source(path, is_named=path in sources)
+                return read_public_features(path, None, self.facts)
             except WsiFlError as error:
-                if path in sources and path.suffix == ".h5" and self.form is None:
-                    raise WsiFlError(f"{error}{_TOOLS_HINT}") from None
-                if path in sources or isinstance(error, UsageError):
-                    raise
-                skipped.append(path.name)
-                continue
-            parts.append(part)
-            skipped += part.excluded
-            progress.update(path.name, 1, 1)
-        if not parts:
-            raise WsiFlError(f"--from: no slide, picture or feature store{name_examples(skipped)}{_TOOLS_HINT}")
-        return parts, skipped
-
-    def _require_public(self, path: Path) -> None:
-        if self.public or self.form:  # another tool's files are checked when they are read
-            return
-        try:
-            require_public(self.study, path, lambda: self._private_slides)
-        except UsageError:
-            raise
-        except WsiFlError:  # an unreadable store is reported or skipped when its features are loaded
-            return
-
-    def _read_source(self, path: Path, *, is_named: bool) -> PublicFeatures:
-        if is_feature_source(path, self.form, is_named=is_named):
-            private_slides = None if self.public else self._private_slides
-            return read_public_features(path, self.form, self.facts, private_slides)
-        features = self._extract_features(path)
+                raise WsiFlError(f"{error}{_TOOLS_HINT}") if is_named else error from None
+        _, batches = read_slide_patches(self.study, self.pipeline, path, self.mpp)
+        features = encode_batches(batches, self._patch_encoder)
         digest = file_sha256(path) if path.is_file() else _hash_folder(path)
         source = ProjectionSource(name=path.name, rows=len(features), sha256=digest)
         return PublicFeatures(source, features, self._patch_encoder.label)
@@ -202,16 +205,6 @@ class _SourceReader:
             return load_encoder(self.study, self.pipeline, "features", n_cores())
         except WsiFlError as error:  # no fault of a slide, which would be skipped
             raise UsageError(str(error)) from None
-
-    @cached_property
-    def _private_slides(self) -> PrivateSlides:
-        return index_private_slides(self.study)
-
-    def _extract_features(self, path: Path) -> NDArray[np.float32]:
-        """Return features float32[m, d] of some patches of a slide or picture."""
-        _, batches = read_slide_patches(self.study, self.pipeline, path, self.mpp)
-        features: NDArray[np.float32] = encode_batches(batches, self._patch_encoder)
-        return features
 
 
 def read_slide_patches(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import exp, inf, sqrt
 from pathlib import Path
@@ -20,9 +21,9 @@ from numpy.typing import NDArray
 from scipy.stats import beta
 
 from wsi_fl.models.encoder import encode_batches
-from wsi_fl.oneshot.build_projection import list_files, read_slide_patches
-from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
-from wsi_fl.oneshot.column_sums import SCALE, embed_rows
+from wsi_fl.oneshot.build_projection import read_slide_patches, read_sources
+from wsi_fl.oneshot.class_statistics import refuse_invalid_statistics
+from wsi_fl.oneshot.column_sums import embed_rows
 from wsi_fl.oneshot.projection import Projection, random_projection
 from wsi_fl.oneshot.public_features import MAX_PATCHES
 from wsi_fl.oneshot.release_statistics import preview_statistics
@@ -32,7 +33,6 @@ from wsi_fl.oneshot.released_statistics import (
     describe_missing,
     open_projection,
     read_statistics,
-    refuse_another_site,
 )
 from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.report.inline_pictures import encode_patch
@@ -40,7 +40,7 @@ from wsi_fl.report.templates import fill_template
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.site.encoders import load_encoder
-from wsi_fl.stages.site.public_sources import require_public, sample_indices
+from wsi_fl.stages.site.public_sources import SourceCheck, sample_indices
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -59,25 +59,24 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ClassMean:
-    """A class mean float64[d] in a site's statistics.
-
-    Attributes:
-        length: length of the mean without noise, estimated; 0 where noise is all.
-        noise_sd: standard deviation of the noise in each component; 0 without noise, infinite for no units.
-        count, count_sd: number of units of the class, with noise, and its standard deviation.
-    """
+    """A class mean float64[d] in a site's statistics."""
 
     name: str
     mean: _Floats
-    length: float
-    noise_sd: float
-    count: float
-    count_sd: float
+    length: float  # of the mean without noise, estimated; 0 where noise is all
+    noise_sd: float  # standard deviation of the noise in each component; 0 without noise, infinite for no units
+    count: float  # number of units of the class, with noise
+    count_sd: float  # standard deviation of that noise
+
+    @property
+    def count_margin(self) -> float:
+        """Half the 95 % interval of the count, by its noise."""
+        return _Z * self.count_sd
 
     @property
     def is_hidden(self) -> bool:
         """Whether noise alone could make the count."""
-        return self.count <= _Z * self.count_sd
+        return self.count <= self.count_margin
 
     @property
     def noise_ratio(self) -> float:
@@ -111,7 +110,7 @@ def unpack_class_means(
         UsageError: for another projection, or statistics of numbers, survival or counts alone.
         WsiFlError: for statistics that no honest site would release.
     """
-    header, vector = statistics.header, torch.from_numpy(statistics.vector).double()
+    header = statistics.header
     if header.projection != projection.digest:
         raise UsageError(
             f"{label}: made with another projection than model.projection; take the file that its hospital had"
@@ -120,19 +119,14 @@ def unpack_class_means(
         raise UsageError(f"{label}: no statistics of classes with features, of which there are no class means to show")
     is_mean = header.unit == "patient" and header.example == "patch"
     head = SharedHead(len(header.classes), header.n_features, projection=projection, patients=is_mean)
-    is_row = header.unit == "row"
-    if problem := explain_invalid_statistics(head.layout, vector, header.n, header.sigma, rows=is_row):
-        raise WsiFlError(f"{label}: no statistics of {header.n} {header.unit}s: {problem}; ask its site for the file")
-    # a class with weight w has sums, counts and noise of w times their size
-    weights = (vector[-header.columns :] / header.sigma**2).sqrt() if header.sigma else torch.ones(header.columns)
+    refuse_invalid_statistics(head.layout, statistics, label)
+    vector = head.layout.remove_weights(torch.from_numpy(statistics.vector))
     sums, counts = head.unpack_statistics(vector)
-    noise_sd = header.sigma / SCALE * float(head.clip_scale)
-    means = []
-    for name, total, count, weight in zip(header.classes, sums, counts.tolist(), weights.tolist(), strict=True):
-        mean = (total / count if count > 0 else torch.zeros_like(total)).numpy()
-        noise = noise_sd * weight / count if count > 0 else inf
-        length = sqrt(max(0.0, float(mean @ mean) - (0.0 if is_exact else len(mean) * noise**2)))
-        means.append(ClassMean(name, mean, length, noise, count / weight, header.sigma / head.layout.count_scale))
+    noise_sds, count_sd, means = head.noise_variances(vector).sqrt(), header.sigma / head.layout.count_scale, []
+    for name, total, count, sd in zip(header.classes, sums, counts.tolist(), noise_sds.tolist(), strict=True):
+        mean, noise_sd = ((total / count).numpy(), sd / count) if count > 0 else (np.zeros(len(total)), inf)
+        length = sqrt(max(0.0, float(mean @ mean) - (0.0 if is_exact else len(mean) * noise_sd**2)))
+        means.append(ClassMean(name, mean, length, noise_sd, count, count_sd))
     return means
 
 
@@ -143,8 +137,8 @@ class PublicPatch(NamedTuple):
     source: str
     row: int
     slide: str
-    xy_l0: tuple[int, int]
-    width: str
+    xy_l0: tuple[int, ...]
+    width_um: float  # 0 where it is not known
     pixels: NDArray[np.uint8]
 
 
@@ -189,12 +183,17 @@ def show_class_means(
     rng = np.random.default_rng(0)
     queries = [[] if mean.is_hidden else [mean.mean, *mean.redraw_noise(rng)] for mean in means]
     points = np.array([*chain(*queries)]).reshape(-1, header.dimensions)
-    search = _PatchSearch(study, pipeline, header, projection, points)
-    n_rows = search.read_sources(sources, mpp, public, watcher or SilentProgress())
+    search, check = _PatchSearch(study, pipeline, header, projection, points), SourceCheck(study, public)
+    search_source = partial(search.search_source, mpp=mpp)
+    counts, _ = read_sources(sources, None, check, search_source, watcher or SilentProgress())
+    if not (n_rows := dict(counts)):
+        raise WsiFlError("--from: no slide, picture or patch store")
     nearest = iter(search.nearest)
     strips = [[next(nearest) for _ in points] for points in queries]
+    unit = header.example if header.unit == "row" else header.unit
     document = {
         **header.model_dump(exclude={"task", "n_features", "digest", "classes", "golden"}),
+        "units": "patches" if unit == "patch" else f"{unit}s",
         "file": label,
         "sources": n_rows,
         "classes": [_describe_class(mean, rows) for mean, rows in zip(means, strips, strict=True)],
@@ -218,9 +217,7 @@ def _find_statistics(study: Study, pipeline: Pipeline, site: str) -> tuple[Relea
     for path in (study.release_path(site), study.local_release_path(site)):
         if path.exists():
             label = study.relative_path(path)
-            statistics = read_statistics(path, label)
-            refuse_another_site(statistics.header, site, label)
-            return statistics, label
+            return read_statistics(path, label, site), label
     if site not in study.site_names():
         raise WsiFlError(describe_missing(study, site))
     return preview_statistics(study, pipeline, study.load_site(site)), None
@@ -241,32 +238,16 @@ class _PatchSearch:
                 f"{header.encoder}; take the same encoder and weights"
             )
 
-    def read_sources(
-        self, sources: Sequence[Path], mpp: float | None, public: bool, watcher: Watcher
-    ) -> dict[str, int]:
-        """Search all sources; return their numbers of patches. Other files in folders are skipped."""
-        n_rows = dict[str, int]()
-        for path in list_files(sources, None):
-            try:
-                if not public:
-                    require_public(self.study, path)
-                n_rows[self.study.relative_path(path.resolve())] = self._search_source(path, mpp)
-            except WsiFlError as error:
-                if path in sources or isinstance(error, UsageError):
-                    raise
-            watcher.update(path.name, 1, 1)
-        if not n_rows:
-            raise WsiFlError("--from: no slide, picture or patch store")
-        return n_rows
-
-    def _search_source(self, path: Path, mpp: float | None) -> int:
-        spec = build_grid_spec(self.pipeline)
+    def search_source(self, path: Path, mpp: float | None) -> tuple[str, int]:
+        """Search a source; return its name and its number of patches."""
+        spec, name = build_grid_spec(self.pipeline), self.study.relative_path(path.resolve())
         if path.suffix == ".h5":
             with PatchStore(path) as store:
                 if store.meta.site == self.header.site:
                     raise UsageError(f"{path}: patches of site {store.meta.site} itself; take public ones")
-                rows, spec, table = sample_indices(len(store), MAX_PATCHES), store.meta.spec, store.table
-                slides, corners, pixels = table.slide[rows].tolist(), table.xy_l0[rows], store.read(rows)
+                rows, spec = sample_indices(len(store), MAX_PATCHES), store.meta.spec
+                slides, corners = store.names["slide"].expand(rows).tolist(), store.xy_l0[rows]
+                pixels = store.read(rows)
         else:
             corners, batches = read_slide_patches(self.study, self.pipeline, path, mpp)
             rows, slides, pixels = np.arange(len(corners)), [path.stem] * len(corners), np.concatenate([*batches])
@@ -276,16 +257,14 @@ class _PatchSearch:
                 f"{path}: patches {width_um:.0f} µm wide, but those of site {self.header.site} are {expected_um:.0f} "
                 f"µm; for slides set tile.size_px={self.header.size_px} and tile.mpp={self.header.mpp:g}"
             )
-        width = f"{width_um:.0f} µm" if width_um else f"{spec.size_px} pixels"
         x = torch.from_numpy(encode_batches(iter([pixels]), self.encoder))
         z = embed_rows(x, torch.from_numpy(self.projection.mean), torch.from_numpy(self.projection.components))
         for patches, cosines in zip(self.nearest, self.means @ _normalize_lengths(z.numpy()).T, strict=True):
             for k in np.argsort(-cosines, kind="stable")[:_N_PATCHES].tolist():
-                corner = (int(corners[k, 0]), int(corners[k, 1]))
-                place = (self.study.relative_path(path.resolve()), int(rows[k]), slides[k], corner, width)
+                place = (name, int(rows[k]), slides[k], tuple(corners[k].tolist()), width_um)
                 patches.append(PublicPatch(float(cosines[k]), *place, pixels[k].copy()))
             patches[:] = sorted(patches, key=lambda patch: -patch.similarity)[:_N_PATCHES]
-        return len(rows)
+        return name, len(rows)
 
 
 def _normalize_lengths(rows: _Floats) -> _Floats:
@@ -309,13 +288,11 @@ def _describe_class(mean: ClassMean, strips: Sequence[Sequence[PublicPatch]]) ->
 
 def render_class_lines(document: Mapping[str, Any]) -> Lines:
     """Yield a line for each class, and the page."""
-    unit = document["example"] if document["unit"] == "row" else document["unit"]
-    units = "patches" if unit == "patch" else f"{unit}s"
     for row in document["classes"]:
         ratio = "larger than the mean" if row["noise_ratio"] is None else f"{row['noise_ratio']:.2f} of the mean"
         hidden = "hidden by the noise" if document["sigma"] else "none at this site"
         noise = hidden if row["hidden"] else f"noise {ratio}" if document["sigma"] else "no noise"
-        yield TextLine(f"  {row['class']}: about {max(0, row['count']):.0f} {units}; {noise}")
+        yield TextLine(f"  {row['class']}: about {max(0, row['count']):.0f} {document['units']}; {noise}")
     yield TextLine(f"{document['page']}: the public patches nearest to each class mean")
     if document["file"] is None:
         yield TextLine("not released, and nothing was charged: the page must not leave the hospital", "yellow")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from wsi_fl.oneshot.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.privacy_plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.oneshot.released_statistics import ReleasedStatistics
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,13 @@ def explain_invalid_statistics(
     return next(_find_problems(layout, statistics.double(), n, sigma, rows, rate / 10), "")
 
 
+def refuse_invalid_statistics(layout: StatisticsLayout, released: ReleasedStatistics, label: str) -> None:
+    """Refuse released statistics that no honest site would release; WsiFlError calls them `label`."""
+    header, vector = released.header, torch.from_numpy(released.vector)
+    if problem := explain_invalid_statistics(layout, vector, header.n, header.sigma, rows=header.unit == "row"):
+        raise WsiFlError(f"{label}: no statistics of {header.n} {header.unit}s: {problem}; ask its site for the file")
+
+
 def _find_problems(
     layout: StatisticsLayout, statistics: Tensor, n: int | None, sigma: float | None, rows: bool, test_rate: float
 ) -> Iterator[str]:
@@ -129,10 +140,9 @@ def _find_problems(
     noise = float(variances.max().clamp(min=0)) ** 0.5
     if sigma is not None and abs(noise - sigma) > _STATISTICS_ROUND_OFF * sigma:
         yield f"its stated noise has a deviation of {noise:.3g}, where {sigma:.3g} was announced"
-    weights = (variances / noise**2).sqrt() if noise else torch.ones_like(variances)
-    if not bool((weights > 0).all()):
+    if noise and not bool((variances > 0).all()):
         yield "some of its numbers are stated to have no noise, and others have"
-    sums = statistics[:-classes].view(classes, wide) / weights[:, None]
+    sums = layout.remove_weights(statistics)[:-classes].view(classes, wide)
     length, counts = float(sums.norm()), sums[:, -1]
     round_off = _STATISTICS_ROUND_OFF * length
     # 1. no class's sum is longer than its count: its distance from that cone is at most the length of the noise

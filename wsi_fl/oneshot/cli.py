@@ -9,7 +9,9 @@ from typing import Annotated
 from typer import Option
 
 from wsi_fl.cli.options import (
+    EncoderName,
     ExtraCommand,
+    FileEncoder,
     Json,
     Pipeline,
     Set,
@@ -57,11 +59,8 @@ def compute_projection(
     form: Annotated[
         str | None, Option("--format", help="Of another tool's features: trident, clam, stamp or anndata.")
     ] = None,
-    encoder: Annotated[str | None, Option(help="Encoder of the features, where the files lack it.")] = None,
-    called: Annotated[
-        str | None,
-        Option("--encoder-name", metavar="NAME", help="New name of the encoder, whatever the files call it."),
-    ] = None,
+    encoder: FileEncoder = None,
+    called: EncoderName = None,
     out: Annotated[Path, Option(help="The file to write.")] = Path("projection.safetensors"),
     n: Annotated[
         int | None, Option("--dimensions", min=2, max=1024, help="How many. Default: 32, or as suits --rows.")

@@ -49,6 +49,16 @@ class StatisticsLayout:
         table = sums[: self.n_columns * (self.n_components + 1)].double().view(self.table_shape)
         return torch.cat([table[:, :-1] / self.sum_scale, table[:, -1:] / self.count_scale], dim=1)
 
+    def remove_weights(self, statistics: Tensor) -> Tensor:
+        """Return released statistics float64[k + columns] as they were before columns were weighted by precision.
+
+        The weights follow from the variances of the noise at the end; without noise all are 1.
+        """
+        sums, variances = statistics[: -self.n_columns].double(), statistics[-self.n_columns :].double()
+        weights = (variances / variances.max().clamp(min=0)).sqrt()
+        weights = torch.where(weights > 0, weights, 1.0)
+        return torch.cat([(sums.view(self.table_shape) / weights[:, None]).flatten(), variances / weights**2])
+
 
 def embed_rows(x: Tensor, mean: Tensor, components: Tensor) -> Tensor:
     rows = nn.functional.layer_norm(x, x.shape[-1:]).double() - mean.double()

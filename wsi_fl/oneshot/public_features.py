@@ -14,7 +14,7 @@ from wsi_fl.models.golden import GOLDEN_SLIDE
 from wsi_fl.oneshot.projection import ProjectionSource
 from wsi_fl.stages.prepare.feature_columns import TABLE_SUFFIXES, names_slides, read_columns
 from wsi_fl.stages.prepare.import_export import FeatureFile, ImportFacts, find_feature_files, resolve_encoder
-from wsi_fl.stages.site.public_sources import PrivateSlides, require_public_features, sample_indices
+from wsi_fl.stages.site.public_sources import SourceCheck, sample_indices
 from wsi_fl.stores.bag_store import BagStore
 from wsi_fl.stores.foreign_slides import FileFacts
 from wsi_fl.system.file_names import is_missing
@@ -41,13 +41,8 @@ class PublicFeatures:
     n_slides: int = 1
 
 
-def is_feature_source(path: Path, form: str | None, *, is_named: bool) -> bool:
-    """Return whether a source holds features; a table does where it is named, and in a folder may be of labels."""
-    return form is not None or path.suffix == ".h5" or (is_named and path.suffix in TABLE_SUFFIXES)
-
-
 def read_public_features(
-    path: Path, form: str | None, facts: ImportFacts, private_slides: PrivateSlides | None = None
+    path: Path, form: str | None, facts: ImportFacts, check: SourceCheck | None = None
 ) -> PublicFeatures:
     """Read features of some patches of a source, equally many of every slide.
 
@@ -55,24 +50,24 @@ def read_public_features(
         path: a table (`.npz`, `.csv`), a feature store, or a file or folder in another tool's layout.
         form: a key of LAYOUTS, for such a file or folder.
         facts: the encoder, where files lack it.
-        private_slides: see `index_private_slides`; None if the source is declared public.
+        check: that sources are public; None where nothing leaves.
 
     Raises:
         UsageError: for invalid features, an unknown encoder, or features of a hospital's patients.
         WsiFlError: when nothing can be read.
     """
     if path.suffix in TABLE_SUFFIXES:
-        return _read_table(path, facts, private_slides)
-    return _read_store(path) if form is None else _read_layout(path, form, facts, private_slides)
+        return _read_table(path, facts, check)
+    return _read_store(path) if form is None else _read_layout(path, form, facts, check)
 
 
-def _read_table(path: Path, facts: ImportFacts, private_slides: PrivateSlides | None) -> PublicFeatures:
+def _read_table(path: Path, facts: ImportFacts, check: SourceCheck | None) -> PublicFeatures:
     x, _, patient = read_columns(path, needs_labels=False)
     features = x.astype(np.float32)
-    if private_slides is not None:
+    if check is not None:
         names_patients = names_slides(path) or not all(is_missing(str(name)) for name in patient.tolist())
-        require_public_features(path, features, private_slides, names_patients=names_patients)
-    encoder = resolve_encoder([FeatureFile(path.name, path, features.shape[1], FileFacts())], facts)
+        check.require_public_features(path, features, names_patients=names_patients)
+    encoder = resolve_encoder([FeatureFile(path, features.shape[1], FileFacts())], facts)
     source = ProjectionSource(name=path.name, rows=min(len(features), MAX_PATCHES), sha256=file_sha256(path))
     return PublicFeatures(source, features[sample_indices(len(features), MAX_PATCHES)], encoder, n_slides=0)
 
@@ -87,7 +82,7 @@ def _read_store(path: Path) -> PublicFeatures:
         return PublicFeatures(source, features, store.meta.encoder, n_slides=len(slides))
 
 
-def _read_layout(path: Path, form: str, facts: ImportFacts, private_slides: PrivateSlides | None) -> PublicFeatures:
+def _read_layout(path: Path, form: str, facts: ImportFacts, check: SourceCheck | None) -> PublicFeatures:
     layout, slide_files = find_feature_files(form, path, facts)
     all_paths = [file for slide, file in slide_files.items() if slide != GOLDEN_SLIDE]
     paths = [all_paths[place] for place in sample_indices(len(all_paths), MAX_PATCHES)]
@@ -99,15 +94,14 @@ def _read_layout(path: Path, form: str, facts: ImportFacts, private_slides: Priv
             excluded.append(str(error))
             continue
         n_patches, n_features = foreign.features.shape
-        if private_slides is not None:
-            names_patients = foreign.facts.names_patients
-            require_public_features(file, foreign.features, private_slides, names_patients=names_patients)
-        files.append(FeatureFile(file.name, file, n_features, foreign.facts))
+        if check is not None:
+            check.require_public_features(file, foreign.features, names_patients=foreign.facts.names_patients)
+        files.append(FeatureFile(file, n_features, foreign.facts))
         parts.append(foreign.features[sample_indices(n_patches, max(1, MAX_PATCHES // len(paths)))])
     if not files:
         raise WsiFlError(f"{path}: none of its files can be read: {excluded[0]}")
     encoder, features = resolve_encoder(files, facts), np.concatenate(parts)
-    digest = combine_digests({file.name: file_sha256(file.path) for file in files})
+    digest = combine_digests({file.path.name: file_sha256(file.path) for file in files})
     source = ProjectionSource(name=path.name, rows=len(features), sha256=digest)
     return PublicFeatures(source, features, encoder, excluded, len(files))
 

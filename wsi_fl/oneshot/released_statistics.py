@@ -117,8 +117,11 @@ def encode_file(statistics: ReleasedStatistics) -> bytes:
         return file.read_bytes()
 
 
-def read_statistics(path: Path, label: str) -> ReleasedStatistics:
-    """Read a released file; WsiFlError where numbers and header do not match."""
+def read_statistics(path: Path, label: str, site: str | None = None) -> ReleasedStatistics:
+    """Read a released file; WsiFlError where numbers and header do not match, or a site is named and it is another's.
+
+    Messages name the file by its label.
+    """
     from wsi_fl.oneshot.column_sums import count_sums  # and with it PyTorch
 
     try:
@@ -141,6 +144,9 @@ def read_statistics(path: Path, label: str) -> ReleasedStatistics:
         is_valid = False
     if not is_valid:
         raise WsiFlError(f"{label}: no class statistics that a site released, or edited since; {_DAMAGED_HINT}")
+    if site not in (None, header.site):
+        owner = _format_value(header.site)
+        raise WsiFlError(f"{label}: these are the statistics of site {owner}; call the file {owner}.safetensors")
     return ReleasedStatistics(header, vector)
 
 
@@ -150,8 +156,7 @@ def load_statistics(study: Study, sites: Iterable[SiteFile]) -> dict[str, Releas
     for site in sites:
         path = study.release_path(site.name)
         if path.exists() and not site.is_receiver:
-            statistics[site.name] = read_statistics(path, study.relative_path(path))
-            refuse_another_site(statistics[site.name].header, site.name, study.relative_path(path))
+            statistics[site.name] = read_statistics(path, study.relative_path(path), site.name)
     return statistics
 
 
@@ -169,13 +174,6 @@ def describe_unknown_sites(study: Study) -> list[str]:
 def statistics_of(context: RunContext) -> Mapping[str, ReleasedStatistics]:
     """Return the released class statistics of a context by site."""
     return cast("Mapping[str, ReleasedStatistics]", context.statistics)
-
-
-def refuse_another_site(header: StatisticsHeader, site: str, label: str) -> None:
-    """Refuse statistics of another site; WsiFlError names it."""
-    if header.site != site:
-        owner = _format_value(header.site)
-        raise WsiFlError(f"{label}: these are the statistics of site {owner}; call the file {owner}.safetensors")
 
 
 def describe_missing(study: Study, site: str) -> str:

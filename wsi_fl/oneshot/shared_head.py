@@ -163,6 +163,10 @@ class SharedHead(nn.Module):
         table = self.layout.unpack_sums(sums)
         return table[:, :-1] * self.clip_scale, table[:, -1]
 
+    def noise_variances(self, statistics: Tensor) -> Tensor:
+        """Return the variances float64[columns] of the noise in each component of the sums of packed statistics."""
+        return statistics[-self.shape[0] :].double().clamp(min=0) / SCALE**2 * self.clip_scale**2
+
     @torch.no_grad()
     def set_local_statistics(self, z: Tensor, y: Tensor, patient: Tensor | None = None) -> None:
         """Set exact sums and scatter of the local examples z[n, d] with columns y; they never leave the site.
@@ -271,7 +275,7 @@ class SharedHead(nn.Module):
         # 2. The means of others and their precision.
         statistics = self.sum_of_other_sites()
         sums, counts = self.unpack_statistics(statistics)
-        noise = statistics[-len(counts) :].clamp(min=0) / SCALE**2 * self.clip_scale**2
+        noise = self.noise_variances(statistics)
         counts, unit_variance = counts.clamp(min=0), v * self.design_effect / self.rows_per_unit
         precisions = counts / (unit_variance * counts + noise).clamp(min=TINY)
         # 3. Local and others' means, weighted by precision.
@@ -303,7 +307,7 @@ class SharedHead(nn.Module):
         sums, counts = self.unpack_statistics(statistics)
         other_sums = torch.cat([sums, counts.clamp(min=0)[:, None]], dim=1)
         local_sums = self.local_sums / self.design_effect
-        noise = statistics[-len(counts) :].clamp(min=0).max() / SCALE**2 * self.clip_scale**2
+        noise = self.noise_variances(statistics).max()
         baseline = build_baseline(local_sums[:, -1] + other_sums[:, -1])
         other_information = baseline.information @ other_sums[:, -1]
         design_effect = self.design_effect / self.rows_per_unit

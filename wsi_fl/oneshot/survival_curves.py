@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
+from wsi_fl.oneshot.class_statistics import refuse_invalid_statistics
 from wsi_fl.oneshot.column_sums import StatisticsLayout
 from wsi_fl.oneshot.released_statistics import ReleasedStatistics, describe_unknown_sites, load_statistics
 from wsi_fl.report import figures
@@ -96,19 +96,16 @@ def draw_survival(study: Study, out: Path) -> dict[str, Any]:
 
 def _read_counts(released: ReleasedStatistics) -> tuple[int, _Floats, float]:
     """Return the number of patients, their counts float64[2k + 1], and the variance of the noise of each count."""
-    header, vector = released.header, torch.from_numpy(released.vector)
+    header, label = released.header, f"statistics of site {released.header.site}"
     n_intervals = len(TargetSettings.model_validate_json(header.task).intervals or [])
     if len(header.classes) != n_intervals:
-        raise WsiFlError(
-            f"statistics of site {header.site} have {len(header.classes)} outputs for {n_intervals} intervals; ask it "
-            "for the file"
-        )
+        raise WsiFlError(f"{label} have {len(header.classes)} outputs for {n_intervals} intervals; ask it for the file")
     if header.unit != "patient":
-        raise UsageError(f"statistics of site {header.site} count rows; curves need privacy.unit = 'patient'")
+        raise UsageError(f"{label} count rows; curves need privacy.unit = 'patient'")
     layout = StatisticsLayout(header.columns, header.dimensions)
-    if problem := explain_invalid_statistics(layout, vector, header.n, header.sigma, rows=False):
-        raise WsiFlError(f"no statistics of {header.n} patients of site {header.site}: {problem}; ask it for the file")
-    return header.n, layout.unpack_sums(vector)[:, -1].numpy(), (header.sigma / layout.count_scale) ** 2
+    refuse_invalid_statistics(layout, released, label)
+    counts: _Floats = layout.unpack_sums(torch.from_numpy(released.vector))[:, -1].numpy()
+    return header.n, counts, (header.sigma / layout.count_scale) ** 2
 
 
 def _draw_png(curves: Sequence[Mapping[str, Any]], ends: Sequence[float], label: str) -> bytes:

@@ -23,7 +23,6 @@ from wsi_fl.oneshot.released_statistics import (
     build_header,
     encode_file,
     read_statistics,
-    refuse_another_site,
     refuse_mismatch,
     require_statistics,
     statistics_of,
@@ -173,6 +172,5 @@ def _keep_statistics(context: RunContext, local_site: str, name: str, text: str)
     with atomic_path(study.release_path(name)) as temporary:
         temporary.touch(mode=0o600)
         temporary.write_bytes(content)
-        statistics = read_statistics(temporary, label)
-        refuse_another_site(statistics.header, name, label)
+        statistics = read_statistics(temporary, label, name)
         refuse_mismatch(statistics.header, build_header(context.open_data(local_site)), label)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from wsi_fl.learning.local_models import set_linear_layer
-from wsi_fl.oneshot.class_statistics import explain_invalid_statistics
+from wsi_fl.oneshot.class_statistics import refuse_invalid_statistics
 from wsi_fl.oneshot.payload import require_head
 from wsi_fl.oneshot.released_statistics import (
     ReleasedStatistics,
@@ -20,7 +20,7 @@ from wsi_fl.oneshot.released_statistics import (
     refuse_other_features,
 )
 from wsi_fl.oneshot.shared_head import SharedHead
-from wsi_fl.types import Bags, Vectors, WsiFlError
+from wsi_fl.types import Bags, Vectors
 
 if TYPE_CHECKING:
     from wsi_fl.federation.methods import Method
@@ -44,9 +44,7 @@ def use_statistics(method: Method, data: SiteData, site: Site, released: Mapping
     study, header = data.study, build_header(data)
     for other, statistics in released.items():
         refuse_mismatch(statistics.header, header, label := study.relative_path(study.release_path(other)))
-        values, facts = torch.from_numpy(statistics.vector), statistics.header
-        if problem := explain_invalid_statistics(head.layout, values, facts.n, facts.sigma, rows=facts.unit == "row"):
-            raise WsiFlError(f"{label}: no statistics of {facts.n} {facts.unit}s: {problem}; ask its site for the file")
+        refuse_invalid_statistics(head.layout, statistics, label)
     refuse_other_features(data, [statistics.header for statistics in released.values()])
     exact = np.mean([statistics.vector.astype(np.float64) for statistics in released.values()], axis=0)
     mean = np.asarray(exact, np.float32)

@@ -1,8 +1,8 @@
 """Release of model updates under differential privacy, charged to a hospital's own ledger: for any federation.
 
 An update is what training changed: weights minus the weights that it began with. It is clipped, noise of the cipher is
-added, and its cost is on the ledger's disk before `UpdateAccount.release_update` returns it. Only arrays are known
-here; an adapter finds them in a federation's software (`hospitals.flare.ledger_filter` for NVIDIA FLARE).
+added, and its cost is on the ledger's disk before `release_update` returns it. Only arrays are known here; an adapter
+finds them in a federation's software (`hospitals.flare.ledger_filter` for NVIDIA FLARE).
 
 The guarantee is void where a row depends on several patients though the unit is the patient, where the update reaches
 others on another way as well, or where two accounts are kept for the same patients.
@@ -35,31 +35,18 @@ _CLIP_MARGIN = 1e-9  # beyond the round-off of a norm in float64
 
 @dataclass(frozen=True)
 class UpdateTerms:
-    """The terms under which a hospital releases updates; of all federations that share its ledger.
+    """The terms under which a hospital releases updates, of all federations that share its ledger."""
 
-    Attributes:
-        site: the hospital's name.
-        ledger: path of its ledger.
-        unit: what ε protects.
-        n: number of the hospital's patients, public and fixed; the divisor of a sum over patients.
-        clip: bound C on the L2 norm of a unit's update.
-        sigma: noise multiplier; the noise's standard deviation is sigma * clip.
-        delta: δ of the budget, below 1 / n.
-        max_epsilon: the budget, over all jobs, for good.
-        rounds: the largest number of releases of a job; None for no limit but the budget.
-        heads: files that remember how far the ledger was.
-    """
-
-    site: str
+    site: str  # the hospital's name
     ledger: Path
-    unit: UpdateUnit
-    n: int
-    clip: float
-    sigma: float
-    delta: float
-    max_epsilon: float
-    rounds: int | None = None
-    heads: Sequence[Path] = ()
+    unit: UpdateUnit  # what ε protects
+    n: int  # number of the hospital's patients, public and fixed; the divisor of a sum over patients
+    clip: float  # bound C on the L2 norm of a unit's update
+    sigma: float  # noise multiplier; the noise's standard deviation is sigma * clip
+    delta: float  # δ of the budget, below 1 / n
+    max_epsilon: float  # the budget, over all jobs, for good
+    rounds: int | None = None  # the largest number of releases of a job; None for no limit but the budget
+    heads: Sequence[Path] = ()  # files that remember how far the ledger was
 
     @property
     def release_mechanism(self) -> Mechanism:
@@ -69,24 +56,15 @@ class UpdateTerms:
 
 @dataclass(frozen=True)
 class UpdateRelease:
-    """A released update and its price.
+    """A released update and its price."""
 
-    Attributes:
-        values: float32[d], read-only.
-        number: of the release in its job, from 1 on.
-        epsilon, lifetime_epsilon: ε of the job so far, and of all that the ledger holds.
-        patient_epsilon: ε of the job for one patient's record replaced by another; None above 1000.
-        max_tpr: the largest true positive rate of a test for one patient's record at a false positive rate of 1 %.
-        is_repeat: whether these bytes were released before, and nothing was charged.
-    """
-
-    values: NDArray[np.float32]
-    number: int
-    epsilon: float
-    lifetime_epsilon: float
-    patient_epsilon: float | None
-    max_tpr: float
-    is_repeat: bool
+    values: NDArray[np.float32]  # float32[d], read-only
+    number: int  # of the release in its job, from 1 on
+    epsilon: float  # of the job so far
+    lifetime_epsilon: float  # of all that the ledger holds
+    patient_epsilon: float | None  # of the job, for one patient's record replaced by another; None above 1000
+    max_tpr: float  # the largest true positive rate, at a false positive rate of 1 %, of a test for a patient's record
+    is_repeat: bool  # whether these bytes were released before, and nothing was charged
 
 
 def sum_clipped(rows: NDArray[np.float64], clip: float) -> NDArray[np.float64]:
@@ -117,81 +95,72 @@ def privatize_update(rows: NDArray[np.float64], terms: UpdateTerms) -> NDArray[n
     return (total / (terms.n if terms.unit == "patient" else 1)).astype(np.float32)
 
 
-class UpdateAccount:
-    """A hospital's account of the updates that it releases.
+def release_update(rows: NDArray[np.float64], terms: UpdateTerms, *, job: str, task: str) -> UpdateRelease:
+    """Return the release of a job's task, which is charged, and whose bytes are stored beside the ledger.
 
-    A release is charged, and its bytes are stored beside the ledger, before it is returned. Asked for again, as after a
-    kill, it is the same bytes at no cost; where another release took their place, a new one is charged.
+    Asked for again, as after a kill, it is the same bytes at no cost; where another release took their place, a new one
+    is charged.
+
+    Args:
+        rows: float64[1, d] for the unit "site", the update; float64[p, d] for "patient", a row for each.
+        job, task: their ids; a task is charged once.
+
+    Raises:
+        WsiFlError: when the ledger is damaged or not the newest, or has another unit.
+        BudgetSpent: when the budget, or the job's number of rounds, does not allow it. Nothing was charged.
     """
-
-    def __init__(self, terms: UpdateTerms) -> None:
-        self.terms = terms
-
-    def _open_ledger(self, job: str, task: str) -> PrivacyLedger:
-        site, delta, limit = self.terms.site, self.terms.delta, self.terms.max_epsilon
-        terms = PrivacyTerms(
-            delta, limit, lifetime=True, guarantee="guaranteed", unit=self.terms.unit, file="the account file"
+    ledger, copy_path = _open_ledger(terms, job, task), terms.ledger.with_name(f"{terms.ledger.name}.last")
+    if (stored := _find_copy(ledger, copy_path, task)) is not None:
+        number, values = stored
+        return _price_release(ledger, ledger.release_again(number, values, schema=_CONTENT), is_repeat=True)
+    if ledger.guarantee(lifetime=True) == "none":
+        raise WsiFlError(
+            f"site {terms.site}: no ε holds for what {terms.ledger} records already, such as a release without noise; "
+            "with it no budget can be kept"
         )
-        path, heads, references = self.terms.ledger, self.terms.heads, {"task": task}
-        return PrivacyLedger(path, site=site, run=job, terms=terms, heads=heads, references=references)
+    if terms.rounds is not None and ledger.last_final_round() >= terms.rounds:
+        raise BudgetSpent(f"site {terms.site}: job {job} has had its {terms.rounds} rounds")
+    values = privatize_update(rows, terms)
+    release = ledger.release(None, values, schema=_CONTENT, mechanism=terms.release_mechanism, content=_CONTENT)
+    write_bytes(copy_path, release.vector.astype("<f4").tobytes())
+    ledger.record_transmission(release.round, release.digest)
+    return _price_release(ledger, release, is_repeat=False)
 
-    def release_update(self, rows: NDArray[np.float64], *, job: str, task: str) -> UpdateRelease:
-        """Return the release of a job's task, charged and on disk.
 
-        Args:
-            rows: float64[1, d] for the unit "site", the update; float64[p, d] for "patient", a row for each.
-            job, task: their ids; a task is charged once.
+def _open_ledger(terms: UpdateTerms, job: str, task: str) -> PrivacyLedger:
+    privacy_terms = PrivacyTerms(
+        terms.delta, terms.max_epsilon, lifetime=True, guarantee="guaranteed", unit=terms.unit, file="the account file"
+    )
+    return PrivacyLedger(
+        terms.ledger, site=terms.site, run=job, terms=privacy_terms, heads=terms.heads, references={"task": task}
+    )
 
-        Raises:
-            WsiFlError: when the ledger is damaged or not the newest, or has another unit.
-            BudgetSpent: when the budget, or the job's number of rounds, does not allow it. Nothing was charged.
-        """
-        ledger, rounds = self._open_ledger(job, task), self.terms.rounds
-        if (stored := self._find_copy(ledger, task)) is not None:
-            number, values = stored
-            return self._describe_price(ledger, ledger.release_again(number, values, schema=_CONTENT), is_repeat=True)
-        if ledger.guarantee(lifetime=True) == "none":
-            raise WsiFlError(
-                f"site {self.terms.site}: no ε holds for what {self.terms.ledger} records already, such as a release "
-                "without noise; with it no budget can be kept"
-            )
-        if rounds is not None and ledger.last_final_round() >= rounds:
-            raise BudgetSpent(f"site {self.terms.site}: job {job} has had its {rounds} rounds")
-        mechanism, values = self.terms.release_mechanism, privatize_update(rows, self.terms)
-        release = ledger.release(None, values, schema=_CONTENT, mechanism=mechanism, content=_CONTENT)
-        write_bytes(self._copy_path, release.vector.astype("<f4").tobytes())
-        ledger.record_transmission(release.round, release.digest)
-        return self._describe_price(ledger, release, is_repeat=False)
 
-    @property
-    def _copy_path(self) -> Path:
-        return self.terms.ledger.with_name(f"{self.terms.ledger.name}.last")
+def _find_copy(ledger: PrivacyLedger, path: Path, task: str) -> tuple[int, NDArray[np.float32]] | None:
+    """Return the number and bytes of the job's last release, if it is this task's and they are still stored."""
+    charges = [entry for entry in ledger.entries_of_run(ledger.run) if entry.released]
+    if not charges or charges[-1].task != task or not path.exists():
+        return None
+    content = path.read_bytes()
+    if charges[-1].released != f"{_CONTENT} {hashlib.sha256(content).hexdigest()}":
+        return None
+    return charges[-1].round, np.frombuffer(content, "<f4").astype(np.float32, copy=False)
 
-    def _find_copy(self, ledger: PrivacyLedger, task: str) -> tuple[int, NDArray[np.float32]] | None:
-        """Return the number and bytes of the job's last release, if it is this task's and they are still stored."""
-        charges = [entry for entry in ledger.entries_of_run(ledger.run) if entry.released]
-        if not charges or charges[-1].task != task or not self._copy_path.exists():
-            return None
-        content = self._copy_path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != str(charges[-1].released).split()[-1]:
-            return None
-        return charges[-1].round, np.frombuffer(content, "<f4").astype(np.float32, copy=False)
 
-    def _describe_price(self, ledger: PrivacyLedger, release: Release, *, is_repeat: bool) -> UpdateRelease:
-        spent, lifetime_epsilon = ledger.list_mechanisms(), ledger.epsilon(lifetime=True)
-        epsilon = ledger.epsilon()
-        assert epsilon is not None and lifetime_epsilon is not None
-        # a patient can turn a site's clipped update around, and so counts as two units of it
-        of_patient = [replace(k, sigma=k.sigma / 2) for k in spent] if self.terms.unit == "site" else spent
-        return UpdateRelease(
-            values=release.vector.astype(np.float32, copy=False),
-            number=release.round,
-            epsilon=epsilon,
-            lifetime_epsilon=lifetime_epsilon,
-            patient_epsilon=group_epsilon(spent, self.terms.delta, 2),
-            max_tpr=max_tpr(of_patient),
-            is_repeat=is_repeat,
-        )
+def _price_release(ledger: PrivacyLedger, release: Release, *, is_repeat: bool) -> UpdateRelease:
+    spent, epsilon, lifetime_epsilon = ledger.list_mechanisms(), ledger.epsilon(), ledger.epsilon(lifetime=True)
+    assert epsilon is not None and lifetime_epsilon is not None
+    # a patient can turn a site's clipped update around, and so counts as two units of it
+    of_patient = [replace(k, sigma=k.sigma / 2) for k in spent] if ledger.terms.unit == "site" else spent
+    return UpdateRelease(
+        values=release.vector.astype(np.float32, copy=False),
+        number=release.round,
+        epsilon=epsilon,
+        lifetime_epsilon=lifetime_epsilon,
+        patient_epsilon=group_epsilon(spent, ledger.terms.delta, 2),
+        max_tpr=max_tpr(of_patient),
+        is_repeat=is_repeat,
+    )
 
 
 def describe_release(release: UpdateRelease, terms: UpdateTerms) -> str:

@@ -100,16 +100,20 @@ class PrivacyPlan(Mechanism):
         Raises:
             UsageError: when δ is not below 1 / n.
         """
-        if self.sigma > 0 and self.delta * self.n >= 1:
-            raise UsageError(
-                f"delta = {self.delta:g} would allow publishing one of {self.n} {self.unit}s; "
-                f"set delta below {1 / self.n:.2g}"
-            )
+        if self.sigma > 0 and (problem := explain_large_delta(self.delta, self.n, self.unit)):
+            raise UsageError(problem)
 
     def draw_batches(self, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
         """Yield the units int64[b] of every step, each drawn with probability `sample_rate`; b may be 0."""
         for _ in range(self.steps):
             yield poisson_rows(self.n, self.sample_rate, sampler)
+
+
+def explain_large_delta(delta: float, n: int, unit: str) -> str:
+    """Return what a δ of 1 / n or more allows, and what to set; "" for a smaller one."""
+    if delta * n < 1:
+        return ""
+    return f"delta = {delta:g} would allow publishing one of {n} {unit}s; set delta below {1 / n:.2g}"
 
 
 def plan_of_round(

@@ -19,11 +19,15 @@ from numpy.typing import NDArray
 from wsi_fl.stores.fields import (
     DAMAGE,
     ROWS,
+    NameColumn,
     checksum_rows,
+    encode_names,
     encode_texts,
+    find_runs,
     first_line,
     json_attribute,
     read_checksums,
+    read_name_column,
     read_spec,
     read_texts,
     require_sound,
@@ -132,7 +136,7 @@ def group_bags(patches: PatchTable) -> tuple[BagTable, NDArray[np.int64]]:
     Raises:
         ValueError: when the patches of a slide are not consecutive.
     """
-    first = np.flatnonzero(np.r_[True, patches.slide[1:] != patches.slide[:-1]])
+    first = find_runs(patches.slide)
     slides, sizes = patches.slide[first], np.diff([*first, len(patches)])
     if len(set(slides.tolist())) < len(slides):
         raise ValueError("the patches of a slide do not lie together")
@@ -283,9 +287,10 @@ class BagStore(StoreFile):
             raise ValueError("not one value for every patch")
         self.has_patch_labels = "patch_label" in file
         table, n_classes = self.table, len(self.meta.classes)
-        require_sound(table.label, table.slide if self.has_patch_labels else table.patient, table.split, n_classes)
+        patient = encode_names(table.slide if self.has_patch_labels else table.patient)
+        require_sound(table.label, patient, encode_names(table.split), n_classes)
         if self.has_patch_labels:
-            require_sound(self.patch_table.label, self.patch_table.patient, self.patch_table.split, n_classes)
+            require_sound(self.patch_label, self.patch_names["patient"], self.patch_names["split"], n_classes)
         self.mpp_l0: NDArray[np.float64] | None = file["mpp_l0"][:] if "mpp_l0" in file else None
 
     def __len__(self) -> int:
@@ -296,23 +301,35 @@ class BagStore(StoreFile):
         """Return the number of patches of each slide, int64[s]."""
         return np.diff(self._start)
 
+    def _read_patch_names(self, name: str) -> NameColumn:
+        """Return the names of all n patches: their own, or those of their slides."""
+        if name in _PATCH_DATASETS and self.has_patch_labels:
+            return read_name_column(self._file, _PATCH_DATASETS[name])
+        return encode_names(getattr(self.table, name)).repeat(self.bag_sizes)
+
+    @cached_property
+    def patch_names(self) -> dict[str, NameColumn]:
+        """Return slide, patient, split and tumour type of all n patches."""
+        return {name: self._read_patch_names(name) for name in _TEXTS}
+
+    @cached_property
+    def patch_label(self) -> NDArray[np.int64]:
+        """Return the labels int64[n] of all patches: their own, or those of their slides."""
+        labels: NDArray[np.int64] = self._file["patch_label"][:] if self.has_patch_labels else self.table.label
+        return labels if self.has_patch_labels else np.repeat(labels, self.bag_sizes)
+
     @property
-    def bag_of_patch(self) -> NDArray[np.int64]:
-        """Return the bag of each patch, int64[n]."""
-        return np.repeat(np.arange(len(self)), self.bag_sizes)
+    def xy_l0(self) -> NDArray[np.int64]:
+        """Return the corners (x, y) int64[n, 2] of all patches."""
+        corners: NDArray[np.int64] = self._file["xy_l0"][:]
+        return corners
 
     @cached_property
     def patch_table(self) -> PatchTable:
         """Return the columns of all n patches, with labels, patients and splits of slides where patches have none."""
-        file, bag = self._file, self.bag_of_patch
-        columns = (
-            {"label": file["patch_label"][:], "tumor_fraction": file["tumor_fraction"][:]}
-            | {name: read_texts(file, _PATCH_DATASETS[name]) for name in ("patient", "split")}
-            if self.has_patch_labels
-            else {name: getattr(self.table, name)[bag] for name in ("label", "patient", "split")}
-            | {"tumor_fraction": np.full(len(bag), np.nan, np.float32)}
-        )
-        return PatchTable(file["xy_l0"][:], slide=self.table.slide[bag], **columns)
+        n, names = len(self.patch_label), {name: self.patch_names[name].expand() for name in _TEXTS[:3]}
+        tumor = self._file["tumor_fraction"][:] if self.has_patch_labels else np.full(n, np.nan, np.float32)
+        return PatchTable(self.xy_l0, self.patch_label, tumor, **names)
 
     def compute_marks(self) -> dict[str, frozenset[str]]:
         """Return slide → digest of its features, independent of their order.

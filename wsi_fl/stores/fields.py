@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import h5py
 import numpy as np
@@ -86,6 +86,57 @@ def encode_texts(texts: Iterable[str]) -> NDArray[Any]:
     return np.array(encoded, h5py.string_dtype("utf-8", width))
 
 
+class NameColumn(NamedTuple):
+    """A column of names, such as those of patches' slides, in four bytes per row whatever their length.
+
+    Attributes:
+        codes: int32[n], of each row its name.
+        names: str[k] different names, in alphabetical order.
+    """
+
+    codes: NDArray[np.int32]
+    names: NDArray[np.str_]
+
+    def expand(self, rows: slice | NDArray[np.int64] = slice(None)) -> NDArray[np.str_]:
+        """Return the names str[n] of the rows: four bytes for each character."""
+        return np.asarray(self.names[self.codes[rows]], np.str_)
+
+    def find_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (the first row of each name, its number of rows), int64[k] each."""
+        starts = find_runs(self.codes)
+        first = np.zeros(len(self.names), np.int64)
+        first[self.codes[starts[::-1]]] = starts[::-1]
+        return first, np.bincount(self.codes, minlength=len(self.names))
+
+    def repeat(self, counts: NDArray[np.int64]) -> NameColumn:
+        """Return the column with each row so many times."""
+        return self._replace(codes=np.repeat(self.codes, counts))
+
+
+def find_runs(values: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the rows at which a value differs from the one before, the first row among them."""
+    return np.flatnonzero(np.r_[True, values[1:] != values[:-1]][: len(values)])
+
+
+def encode_names(values: NDArray[Any]) -> NameColumn:
+    """Return a column of names str[n], or UTF-8; fast where equal ones lie together, as those of a slide's patches.
+
+    Example:
+        >>> encode_names(np.array(["slide b", "slide b", "slide a"])).codes
+        array([1, 1, 0], dtype=int32)
+    """
+    starts = find_runs(values)
+    names, codes = np.unique(values[starts], return_inverse=True)
+    texts = [name.decode() if isinstance(name, bytes) else str(name) for name in names.tolist()]
+    runs = np.diff(starts, append=len(values))
+    return NameColumn(np.repeat(codes.astype(np.int32), runs), np.asarray(np.array(texts, object), np.str_))
+
+
+def read_name_column(node: Any, name: str) -> NameColumn:
+    """Return a dataset of names that repeat."""
+    return encode_names(node[name][:] if h5py.check_string_dtype(node[name].dtype).length else read_texts(node, name))
+
+
 def read_texts(node: Any, name: str) -> NDArray[np.str_]:
     """Return a dataset of texts."""
     return np.asarray(node[name].asstr()[:], np.str_)
@@ -139,7 +190,7 @@ def json_attribute(attrs: Any, name: str, kind: type[_T]) -> _T:
     return value
 
 
-def require_sound(label: NDArray[Any], patient: NDArray[np.str_], split: NDArray[np.str_], n_classes: int) -> None:
+def require_sound(label: NDArray[Any], patient: NameColumn, split: NameColumn, n_classes: int) -> None:
     """Check columns [n] of a store.
 
     Raises:
@@ -147,21 +198,24 @@ def require_sound(label: NDArray[Any], patient: NDArray[np.str_], split: NDArray
             splits.
 
     Example:
-        >>> patients, splits = np.array(["p", "q", "p"]), np.array(["train", "train", "test"])
+        >>> patients, splits = map(encode_names, (np.array(["p", "q", "p"]), np.array(["train", "train", "test"])))
         >>> require_sound(np.array([0, 1, 0]), patients, splits, 2)
         Traceback (most recent call last):
         ValueError: patient p is in two splits (train and test)
     """
-    if unknown := set(split.tolist()) - set(SPLITS):
+    if unknown := {*split.names.tolist()} - {*SPLITS}:
         raise ValueError(f"unknown split {min(unknown)!r}, allowed: {', '.join(SPLITS)}")
     if label.ndim != 1:
         raise ValueError(f"column label has {label.ndim} dimensions instead of one")
     if len(label) and not 0 <= label.min() <= label.max() < n_classes:
         bad_label = label.min() if label.min() < 0 else label.max()
         raise ValueError(f"label {bad_label} of {n_classes} classes, which are numbered from 0")
-    patients_by_split = {split_name: set(patient[split == split_name].tolist()) for split_name in SPLITS}
+    patients_by_split = {
+        name: {*patient.names[np.flatnonzero(np.bincount(patient.codes[split.codes == code]))].tolist()}
+        for code, name in enumerate(split.names.tolist())
+    }
     for first_split, second_split in combinations(SPLITS, 2):
-        if shared_patients := patients_by_split[first_split] & patients_by_split[second_split]:
+        if shared_patients := {*patients_by_split.get(first_split, ())} & {*patients_by_split.get(second_split, ())}:
             raise ValueError(f"patient {min(shared_patients)} is in two splits ({first_split} and {second_split})")
 
 

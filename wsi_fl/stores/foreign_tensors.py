@@ -56,11 +56,10 @@ def read_tensor(path: Path) -> ForeignSlide:
     loaded = _load_pickle(path)
     tensors = loaded if isinstance(loaded, list) and loaded else [loaded]
     rows = [_to_array(tensor, path.name) for tensor in tensors]
-    if len(rows) == 1:
-        return ForeignSlide(check_features(rows[0], path.name), None, FileFacts())
     if len({row.shape for row in rows}) > 1:
         raise WsiFlError(f"{path.name}: its vectors have several shapes")
-    return ForeignSlide(check_features(np.stack(rows).reshape(len(rows), -1), path.name), None, FileFacts())
+    values = rows[0] if len(rows) == 1 else np.stack(rows).reshape(len(rows), -1)
+    return ForeignSlide(check_features(values, path.name), None, FileFacts())
 
 
 def _load_pickle(path: Path) -> Any:
@@ -159,12 +158,10 @@ def read_slide2vec(path: Path) -> ForeignSlide:
         transform=transform or None,
         names_patients=_SLIDE2VEC_PATIENTS in (meta.get("artifact_type"), path.absolute().parent.name),
     )
-    if meta.get("artifact_type") != "tile_embeddings":
-        return ForeignSlide(features, None, facts)
     tiles = Path(*("tiles" if part == "tile_embeddings" else part for part in path.absolute().parent.parts))
-    if not (places := tiles / f"{path.stem}.coordinates.npz").is_file():
-        return ForeignSlide(features, None, facts)
-    xy = check_places(np.stack(_read_arrays(places, "x", "y"), -1), len(features), path.name)
+    places, xy = tiles / f"{path.stem}.coordinates.npz", None
+    if meta.get("artifact_type") == "tile_embeddings" and places.is_file():
+        xy = check_places(np.stack(_read_arrays(places, "x", "y"), -1), len(features), path.name)
     return ForeignSlide(features, xy, facts)
 
 

@@ -35,6 +35,7 @@ from wsi_fl.stores.fields import (
     memory_message,
     read_checksums,
     read_meta,
+    read_name_column,
     read_texts,
     require_sound,
     shard_checksum,
@@ -224,7 +225,8 @@ class PatchStore(StoreFile):
 
     Attributes:
         meta: site, classes and grid.
-        table: the columns of all n patches.
+        xy_l0, label, tumor_fraction: the columns of all n patches, as in `PatchTable`.
+        names: those of slide, patient and split.
         slides: slide names in row order.
         shard_sums: slide → checksum of its shard's pixels; 0 without pixels.
     """
@@ -238,14 +240,14 @@ class PatchStore(StoreFile):
 
     def _load(self, file: h5py.File) -> None:
         self.meta = read_meta(file)
-        numbers = (file[name][:] for name in ("xy_l0", "label", "tumor_fraction"))
-        self.table = PatchTable(*numbers, *(read_texts(file, name) for name in ("slide", "patient", "split")))
-        require_sound(self.table.label, self.table.patient, self.table.split, len(self.meta.classes))
-        names, first, counts = np.unique(self.table.slide, return_index=True, return_counts=True)
-        order = np.argsort(first)
-        self.slides = [str(name) for name in names[order]]
+        self.xy_l0, self.label, self.tumor_fraction = (file[name][:] for name in ("xy_l0", "label", "tumor_fraction"))
+        self.names = {name: read_name_column(file, name) for name in ("slide", "patient", "split")}
+        require_sound(self.label, self.names["patient"], self.names["split"], len(self.meta.classes))
+        first, counts = self.names["slide"].find_rows()
+        names = self.names["slide"].names.tolist()
+        self._rows = {names[k]: slice(int(first[k]), int(first[k] + counts[k])) for k in np.argsort(first)}
+        self.slides = [*self._rows]
         self.shard_sums = dict(zip(self.slides, file[SHARDS][:].tolist(), strict=True))
-        self._rows = {str(names[k]): slice(int(first[k]), int(first[k] + counts[k])) for k in order}
         self._shards: OrderedDict[str, tuple[h5py.Group, _ShardPatches]] = OrderedDict()
         self._sums: dict[str, RowChecksums] = {}
         self._most_open = max(1, min(_MAX_OPEN_SHARDS, max_open_files() // 8))
@@ -253,7 +255,17 @@ class PatchStore(StoreFile):
         self._pool: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self.label)
+
+    @cached_property
+    def table(self) -> PatchTable:
+        """Return the columns of all n patches, with names as str[n]: four bytes for each character of each row."""
+        return self.take_table(slice(None))
+
+    def take_table(self, rows: slice) -> PatchTable:
+        """Return the columns of some rows."""
+        names = {name: column.expand(rows) for name, column in self.names.items()}
+        return PatchTable(self.xy_l0[rows], self.label[rows], self.tumor_fraction[rows], **names)
 
     def close(self) -> None:
         """Close the file, its shards and the threads."""
@@ -305,7 +317,7 @@ class PatchStore(StoreFile):
         """
         marks_by_slide = {}
         for slide in self.slides:
-            corners, checksum = self.table.xy_l0[self._rows[slide]], self.shard_sums[slide]
+            corners, checksum = self.xy_l0[self._rows[slide]], self.shard_sums[slide]
             marks = {f"patches {checksum} {hashlib.sha256(corners.tobytes()).hexdigest()}"} if checksum else set()
             with suppress(*DAMAGE, WsiFlError):
                 if quickhash := str(self._open_shard_group(slide).attrs.get("quickhash", "")):
@@ -362,7 +374,7 @@ class PatchStore(StoreFile):
 
     def _check_columns(self, slide: str, group: h5py.Group, patches: _ShardPatches) -> None:
         # it may be of a `tile` that was killed, of another slide, or from an old backup
-        table, size = self.table.take(self._rows[slide]), self.meta.spec.size_px
+        table, size = self.take_table(self._rows[slide]), self.meta.spec.size_px
         attrs = asdict(self.meta.spec) | {"slide": slide}
         is_same = (
             bool(np.all(table.slide == slide))
@@ -388,14 +400,14 @@ class PatchStore(StoreFile):
 
         JPEG streams are decoded in threads, strictly: damage raises WsiFlError.
         """
-        size = self.meta.spec.size_px
+        size, (codes, names) = self.meta.spec.size_px, self.names["slide"]
         with self._lock:
-            channels = self._load_shard(str(self.table.slide[rows[0]]))[1].shape[-1] if len(rows) else 3
+            channels = self._load_shard(str(names[codes[rows[0]]]))[1].shape[-1] if len(rows) else 3
             out: NDArray[np.uint8] = _BATCH_BUFFERS.empty((len(rows), size, size, channels), np.uint8)
             futures: list[Future[None]] = []
             try:
-                slides, slide_index = np.unique(self.table.slide[rows], return_inverse=True)
-                for number, slide in enumerate(slides.tolist()):
+                slides, slide_index = np.unique(codes[rows], return_inverse=True)
+                for number, slide in enumerate(names[slides].tolist()):
                     positions, patches = np.flatnonzero(slide_index == number), self._load_shard(slide)[1]
                     step = _ROWS_PER_TASK if patches.is_threaded else len(positions)
                     for part in (positions[k : k + step] for k in range(0, len(positions), step)):

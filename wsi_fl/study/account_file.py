@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from wsi_fl.privacy.accounting import Mechanism, epsilon, find_sigma
 from wsi_fl.privacy.ledger_file import user_head_path
 from wsi_fl.privacy.model_updates import UpdateTerms, UpdateUnit
+from wsi_fl.privacy.privacy_plan import explain_large_delta
 from wsi_fl.study.toml import MIN_SIGMA, Section, SiteName, read_toml, validate_model
 from wsi_fl.types import UsageError
 
@@ -44,11 +45,8 @@ class AccountFile(Section):
 
     @model_validator(mode="after")
     def _check_amounts(self) -> AccountFile:
-        if self.delta * self.n >= 1:
-            raise ValueError(
-                f"delta = {self.delta:g} would allow publishing one of {self.n} patients; "
-                f"set delta below {1 / self.n:.2g}"
-            )
+        if problem := explain_large_delta(self.delta, self.n, "patient"):
+            raise ValueError(problem)
         if (self.sigma is None) == (self.target_epsilon is None):
             raise ValueError("write one of sigma and target_epsilon")
         if self.target_epsilon is not None and self.rounds is None:

@@ -31,7 +31,7 @@ from nvflare.app_common.ccwf.client_controller_executor import ClientControllerE
 from nvflare.app_common.ccwf.client_ctl import ClientSideController
 from nvflare.edge.executors.hug import HierarchicalUpdateGatherer
 
-from wsi_fl.privacy.model_updates import UpdateAccount, UpdateRelease, UpdateTerms, describe_release
+from wsi_fl.privacy.model_updates import UpdateRelease, UpdateTerms, describe_release, release_update
 from wsi_fl.study.account_file import load_account
 from wsi_fl.types import WsiFlError, single_line
 
@@ -62,9 +62,6 @@ _PERSISTORS = (
 )
 """Classes whose first model is in the job, unless one of two attributes names another file."""
 
-Tensors = Mapping[str, Any]
-"""Tensors of a model by name, of numpy or PyTorch."""
-
 
 def read_tensor(value: Any, name: str) -> NDArray[Any]:
     """Return a tensor as an array; WsiFlError where it is none."""
@@ -78,13 +75,14 @@ def read_tensor(value: Any, name: str) -> NDArray[Any]:
 
 
 def flatten_update(
-    base: Mapping[str, NDArray[Any]], result: Tensors, *, is_difference: bool, per_patient: bool
+    base: Mapping[str, NDArray[Any]], result: Mapping[str, Any], *, is_difference: bool, per_patient: bool
 ) -> NDArray[np.float64]:
     """Return an update float64[1, d], or float64[p, d] of p patients: its floating-point tensors in the base's order.
 
     Args:
         base: the weights that training began with.
-        result: weights, or their difference from the base; per patient a difference with a first axis of patients.
+        result: weights, or their difference from the base, of numpy or PyTorch; per patient a difference with a first
+            axis of patients.
 
     Raises:
         WsiFlError: when a tensor is missing or has another shape. Other tensors of the result are ignored.
@@ -225,21 +223,22 @@ class LedgerFilter(Filter):  # type: ignore[misc]
         if not isinstance(base, _TaskBase):
             raise WsiFlError("privacy.json lacks this filter among the task data filters; name it there too")
         dxo = _read_dxo(result, "result", (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF))
-        unit, is_difference = dxo.get_meta_prop(UNIT_KEY, "site"), dxo.data_kind == DataKind.WEIGHT_DIFF
-        if unit != self._account_terms.unit or (unit == "patient" and not is_difference):
+        terms, unit = self._account_terms, dxo.get_meta_prop(UNIT_KEY, "site")
+        is_difference, per_patient = dxo.data_kind == DataKind.WEIGHT_DIFF, unit == "patient"
+        if unit != terms.unit or (per_patient and not is_difference):
             raise WsiFlError(
-                f"{self._account_path.name} protects the unit {self._account_terms.unit!r}, and this job's result "
+                f"{self._account_path.name} protects the unit {terms.unit!r}, and this job's result "
                 f"({_name_kind(dxo)}, {unit!r}) does not keep it; for patients a job sends WEIGHT_DIFF with a row for "
                 f'each and the meta {UNIT_KEY} = "patient"'
             )
-        rows = flatten_update(base.arrays, dxo.data, is_difference=is_difference, per_patient=unit == "patient")
-        release = UpdateAccount(self._account_terms).release_update(rows, job=str(fl_ctx.get_job_id()), task=task)
-        self.log_info(fl_ctx, describe_release(release, self._account_terms))
+        rows = flatten_update(base.arrays, dxo.data, is_difference=is_difference, per_patient=per_patient)
+        release = release_update(rows, terms, job=str(fl_ctx.get_job_id()), task=task)
+        self.log_info(fl_ctx, describe_release(release, terms))
         if dropped := _list_dropped(result, dxo, base.arrays):
             self.log_info(fl_ctx, f"not sent: {', '.join(dropped)}")
         sent: dict[str, Any] = dict(restore_update(base.arrays, release.values, is_difference=is_difference))
         sent |= {name: like.new_tensor(sent[name]) for name, like in base.prototypes.items()}
-        answer = DXO(dxo.data_kind, sent, _price_meta(release, self._account_terms)).to_shareable()
+        answer = DXO(dxo.data_kind, sent, _price_meta(release, terms)).to_shareable()
         for key, value in base.headers.items():
             answer.set_header(key, value)
         return answer

@@ -274,8 +274,8 @@ def _compute_cost(context: RunContext, plan: FederationPlan, site: SiteFile, app
         lifetime_epsilon=epsilon(lifetime_mechanisms, terms.delta),
         rounds=affordable,
         max_tpr_at_fpr_1pct=reportable_max_tpr(terms.guarantee, lifetime_mechanisms),
-        group=compute_patient_epsilon(terms, train.patient, plan_run),
-        lifetime_group=compute_patient_epsilon(terms, train.patient, lifetime_mechanisms),
+        group=compute_patient_epsilon(terms, train.obs["patient"], plan_run),
+        lifetime_group=compute_patient_epsilon(terms, train.obs["patient"], lifetime_mechanisms),
         most_epsilon=epsilon([*run_mechanisms, *max_mechanisms], terms.delta) if is_sum else None,
         framed=epsilon([*framed_mechanisms, *max_mechanisms], terms.delta) if approval_id else None,
     )

@@ -59,6 +59,14 @@ class TableRow(dict[str, str]):
         text = self.get(column, "")
         return "" if is_missing(text) else text
 
+    def read_number(self, column: str, remedy: str = "") -> float:
+        """Return the number of a column; UsageError names the line, and the remedy, or that for a decimal comma."""
+        try:
+            return parse_cell_number(self[column])
+        except ValueError:
+            remedy = suggest_decimal_point(self[column]) or remedy
+            raise UsageError(f"{self.where}: {column} = {self[column]!r} is no number{remedy}") from None
+
 
 def read_rows(path: Path, needed: Iterable[str]) -> list[TableRow]:
     """Read a table with columns separated by commas, semicolons or tabs, or as in its first line (`sep=`).
@@ -255,8 +263,18 @@ def match_slide_name(text: str, slide_names: Collection[str]) -> str:
     return Path(name).stem if name not in slide_names and Path(name).stem in slide_names else name
 
 
-def parse_mpp(text: str, where: str) -> float:
-    """Return µm per pixel from a table; UsageError for an implausible number."""
+def read_split(row: TableRow) -> str | None:
+    """Return the split of a row, or None; UsageError for an unknown one."""
+    split = row.read_value("split") or None
+    if split is not None and split not in SPLITS:
+        raise UsageError(f"{row.where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
+    return split
+
+
+def read_mpp(row: TableRow, default: float | None) -> float | None:
+    """Return the µm per pixel of a row, or the default; UsageError for an implausible number."""
+    if not (text := row.get("mpp")):
+        return default
     lowest, highest = MPP_BOUNDS
     try:
         value = parse_cell_number(text)
@@ -264,7 +282,7 @@ def parse_mpp(text: str, where: str) -> float:
         value = 0.0
     if not lowest <= value <= highest:
         hint = suggest_decimal_point(text)
-        raise UsageError(f"{where}: mpp is {text!r}, not a number from {lowest} to {highest}{hint}")
+        raise UsageError(f"{row.where}: mpp is {text!r}, not a number from {lowest} to {highest}{hint}")
     return value
 
 

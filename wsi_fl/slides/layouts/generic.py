@@ -17,15 +17,16 @@ from wsi_fl.slides.layouts.common import (
     list_files,
     name_series,
     parse_label,
-    parse_mpp,
+    read_mpp,
     read_rows,
     read_site_name,
+    read_split,
     require_names,
 )
 from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.slides.reading.formats.dicom_headers import SERIES_FOLDER
 from wsi_fl.system.file_names import compose_text, describe_mismatch, file_name_of, find_file
-from wsi_fl.types import SPLITS, ExcludedSlide, SlideRecord, Supervision, UsageError
+from wsi_fl.types import ExcludedSlide, SlideRecord, Supervision, UsageError
 
 
 def describe_generic(archive: Path) -> list[ArchiveSite]:
@@ -97,10 +98,6 @@ def _generic_record(sources: Sources, row: TableRow, path: Path, slide: str, lab
             annotation = find_file(base / file_name_of(outlines))
         if not annotation.is_file():
             raise UsageError(f"{where}: no such annotation ({base / outlines})")
-    split = row.read_value("split") or None
-    if split is not None and split not in SPLITS:
-        raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
-    mpp = parse_mpp(row["mpp"], where) if row.get("mpp") else sources.mpp_override
     supervision: Supervision = "negative" if negative else "weak" if sources.has_labels else "unlabelled"
     if annotation is not None and not negative:
         supervision = "partial" if partial else "annotated"
@@ -112,8 +109,8 @@ def _generic_record(sources: Sources, row: TableRow, path: Path, slide: str, lab
         supervision,
         sources.has_labels and not negative,
         annotation,
-        split,
-        mpp,
+        read_split(row),
+        read_mpp(row, sources.mpp_override),
         diagnosis=row.read_value("diagnosis"),
         tumor_type=row.read_value("tumor_type"),
     )

@@ -10,7 +10,6 @@ from math import inf
 from pathlib import Path
 
 from wsi_fl.slides.layouts.common import TableRow, read_rows
-from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
 from wsi_fl.types import UsageError
 
 SURVIVAL, SURVIVAL_COLUMNS = "survival", ("months", "dead")
@@ -85,15 +84,8 @@ def _name_class(row: TableRow, column: str, limits: Sequence[str]) -> str:
         low, high = map(float, limits)
     except ValueError:
         raise UsageError(f"--target {column}:{':'.join(limits)}: write COLUMN:LOW:HIGH with two numbers") from None
-    number = _parse_number(row, column)
+    number = row.read_number(column)
     return f"over {high:g}" if number >= high else f"below {low:g}" if number <= low else ""
-
-
-def _parse_number(row: TableRow, column: str) -> float:
-    try:
-        return parse_cell_number(row[column])
-    except ValueError:
-        raise UsageError(f"{row.where}: {column} = {row[column]!r} is no number") from None
 
 
 def _read_survival(rows: Sequence[ClinicalRow]) -> dict[str, tuple[str, str]]:
@@ -104,7 +96,7 @@ def _read_survival(rows: Sequence[ClinicalRow]) -> dict[str, tuple[str, str]]:
         event = _EVENTS.get(status.lower().rpartition(":")[2], "")
         column = next(filter(row.read_value, _TIME_COLUMNS.get(event, ())), None)
         if column is not None:
-            months = _parse_number(row, column) / (1 if column == "OS_MONTHS" else _DAYS_PER_MONTH)
+            months = row.read_number(column) / (1 if column == "OS_MONTHS" else _DAYS_PER_MONTH)
             if 0 <= months < inf:
                 values[patient] = max(values.get(patient, ("", 0.0)), (event, months))
     if not values:

@@ -250,6 +250,6 @@ def _sample_patches(store: PatchStore) -> Iterator[_Patch]:
     """Yield a few patches of each class, drawn with a fixed seed."""
     rng = np.random.default_rng(0)
     for k, name in enumerate(store.meta.classes):
-        rows = np.flatnonzero(store.table.label == k)
+        rows = np.flatnonzero(store.label == k)
         chosen = np.sort(rng.permutation(rows)[:_SAMPLES_PER_CLASS])
         yield from ((name, pixels) for pixels in store.read(chosen))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
-from zlib import error as ZlibError
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.layouts.common import TableRow, read_rows, suggest_decimal_point
-from wsi_fl.slides.layouts.spreadsheets import parse_cell_number
+from wsi_fl.slides.layouts.common import read_rows
+from wsi_fl.stores.images import UNREADABLE, read_npz
 from wsi_fl.system.files import refuse_unavailable, require_regular_file
 from wsi_fl.types import UsageError, single_line
 
@@ -69,22 +67,17 @@ def require_columns(path: Path, x: NDArray[Any], y: NDArray[Any], patient: NDArr
 
 def _read_arrays(path: Path, needs_labels: bool) -> FeatureColumns:
     try:
-        loaded = np.load(require_regular_file(path), allow_pickle=False)
-        arrays = {name: loaded[name] for name in ("x", "y", "patient") if name in loaded.files}
-    except (AttributeError, EOFError, KeyError, OSError, ValueError, BadZipFile, ZlibError) as error:
+        arrays = read_npz(require_regular_file(path), ("x", "y", "patient"))
+    except UNREADABLE as error:
         refuse_unavailable(error, path)
         objects = "it holds objects of Python; save numbers and texts as arrays"
         why = objects if "pickle" in str(error) else single_line(error)
         raise UsageError(f"{path}: not a file of NumPy with x and y ({why})") from None
     needed = ("x", "y") if needs_labels else ("x",)
-    if missing := [name for name in needed if not isinstance(arrays.get(name), np.ndarray)]:
-        raise UsageError(
-            f"{path}: not a file of NumPy with {' and '.join(needed)} (its {missing[0]} is no array, or missing)"
-        )
+    if missing := [name for name in needed if name not in arrays]:
+        raise UsageError(f"{path}: not a file of NumPy with {' and '.join(needed)} (its {missing[0]} is missing)")
     y = arrays["y"] if needs_labels else np.full(arrays["x"].shape[:1], "")
     patient = arrays.get("patient", np.full(y.shape, ""))
-    if not isinstance(patient, np.ndarray):
-        raise UsageError(f"{path}: its patient is no array of NumPy")
     y, patient = (
         np.char.decode(values, "utf-8", "replace") if values.dtype.kind == "S" else values for values in (y, patient)
     )
@@ -92,15 +85,7 @@ def _read_arrays(path: Path, needs_labels: bool) -> FeatureColumns:
 
 
 def _read_csv(path: Path, needs_labels: bool) -> FeatureColumns:
-    def parse_number(row: TableRow, name: str) -> float:
-        try:
-            return parse_cell_number(row[name])
-        except ValueError:
-            remedy = suggest_decimal_point(row[name]) or "; leave that column out, or the row"
-            raise UsageError(
-                f"{row.where}: {name} is {row[name]!r}, and all columns but label and patient are numbers{remedy}"
-            ) from None
-
     rows = read_rows(path, ["label"] if needs_labels else [])
-    x = np.array([[parse_number(row, name) for name in row if name not in _NON_FEATURE_COLUMNS] for row in rows])
+    remedy = ", as all columns but label and patient must be; leave that column out, or the row"
+    x = np.array([[row.read_number(name, remedy) for name in row if name not in _NON_FEATURE_COLUMNS] for row in rows])
     return x, np.array([row.get("label", "") for row in rows]), np.array([row.read_value("patient") for row in rows])

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isclose
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from wsi_fl.models.golden import GOLDEN_MPP, GOLDEN_SLIDE, GoldenVectors, select_golden
+from wsi_fl.models.golden import GOLDEN_MPP, GOLDEN_SLIDE, select_golden
 from wsi_fl.models.presets import PRESETS, find_preset, match_variants
 from wsi_fl.slides.patching.scan_copies import describe_copies, drop_leaks, list_scans
 from wsi_fl.slides.patching.splits import assign_splits
@@ -55,9 +55,8 @@ class ImportFacts:
 
 @dataclass(frozen=True)
 class FeatureFile:
-    """An intact file of features of d dimensions, and what it says of them; `name` for errors."""
+    """An intact file of features of d dimensions, and what it says of them."""
 
-    name: str
     path: Path
     n_features: int
     facts: FileFacts
@@ -81,14 +80,12 @@ class _ImportedSlide(FeatureFile):
 def import_features(
     study: Study,
     *,
-    site: str,
     form: str,
     source: Path,
     labels: Path,
     facts: ImportFacts | None = None,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
+    **scope: Unpack[slide_lists.Scope],
 ) -> slide_lists.BagsDocument:
     """Write a site's feature store from the files in a folder; return the `--json` document, that of `mosaic`.
 
@@ -105,8 +102,8 @@ def import_features(
     facts = facts or ImportFacts()
     layout, files = find_feature_files(form, source, facts)
     golden_file = files.pop(GOLDEN_SLIDE, None)
-    scope: slide_lists.Scope = {"site": site, "pipeline_name": pipeline_name, "overrides": overrides}
     pipeline, (site_file,) = slide_lists.select_sites(study, **scope)
+    site = site_file.name
     diagnoses = slide_lists.store_classes(site_file, pipeline.subtypes) if pipeline.subtypes else ()
     table_rows = match_table(labels, files, site_file, diagnoses=diagnoses)
     progress.print_message(f"  {site}: {table_rows.account}")
@@ -159,21 +156,17 @@ def _add_golden(
 ) -> tuple[BagMeta, str]:
     """Return metadata with the vectors of the golden patches, and a note; without vectors if the encoder is no preset.
 
-    Vectors of an encoder made from patients would tell of them.
+    Vectors of an encoder made from patients would tell of them. Patches of another resolution are not those of the
+    picture.
     """
     if (encoder := meta.encoder.split(";")[0]) not in PRESETS:
         return meta, f"{encoder} is no preset, so others may not know it: features are compared by name"
-    meta = replace(meta, golden=_read_golden(golden_file, layout, meta))
+    bag = layout.read(golden_file).build_bag(GOLDEN_MPP)
+    if isclose(meta.spec.mpp, GOLDEN_MPP, rel_tol=0.01):
+        vectors = select_golden(bag.features, bag.xy_l0, replace(meta.spec, mpp=GOLDEN_MPP))
+        meta = replace(meta, golden=vectors)
     is_compared = require_golden_vectors(study, pipeline, meta, golden_file)
     return meta, _GOLDEN_NOTES[bool(meta.golden) + is_compared]
-
-
-def _read_golden(path: Path, layout: FeatureLayout, meta: BagMeta) -> GoldenVectors:
-    """Return the vectors of the golden patches from the file of their picture; () at another resolution."""
-    bag = layout.read(path).build_bag(GOLDEN_MPP)
-    if not isclose(meta.spec.mpp, GOLDEN_MPP, rel_tol=0.01):
-        return ()
-    return select_golden(bag.features, bag.xy_l0, replace(meta.spec, mpp=GOLDEN_MPP))
 
 
 def find_feature_files(form: str, source: Path, facts: ImportFacts) -> tuple[FeatureLayout, dict[str, Path]]:
@@ -214,34 +207,22 @@ def _read_slides(
     slides: list[_ImportedSlide] = []
     excluded: list[ExcludedSlide] = []
     for number, record in enumerate(records, 1):
-        slide = _read_slide(record, files[record.slide], layout)
-        if isinstance(slide, ExcludedSlide):
-            excluded.append(slide)
-        else:
-            slides.append(slide)
+        try:
+            slides.append(_read_slide(record, files[record.slide], layout))
+        except WsiFlError as error:
+            excluded.append(ExcludedSlide(record.slide, str(error)))
         progress.update(record.site, number, 2 * len(records), record.slide)
     return slides, excluded
 
 
-def _read_slide(record: SlideRecord, path: Path, layout: FeatureLayout) -> _ImportedSlide | ExcludedSlide:
-    """Read a slide's file; return its metadata, or the slide as excluded."""
-    try:
-        foreign = layout.read(path)
-    except WsiFlError as error:
-        return ExcludedSlide(record.slide, str(error))
-    table_mpp, file_facts = record.mpp_override, foreign.facts
-    if (
-        table_mpp
-        and file_facts.mpp_l0
-        and not file_facts.nominal
-        and not isclose(table_mpp, file_facts.mpp_l0, rel_tol=0.01)
-    ):
-        return ExcludedSlide(
-            record.slide, f"{path.name} says {file_facts.mpp_l0:g} µm per pixel of the slide, the table {table_mpp:g}"
-        )
+def _read_slide(record: SlideRecord, path: Path, layout: FeatureLayout) -> _ImportedSlide:
+    """Return the metadata in a slide's file; WsiFlError for an invalid file, or one that contradicts the table."""
+    foreign = layout.read(path)
+    table_mpp, file_mpp = record.mpp_override, None if foreign.facts.nominal else foreign.facts.mpp_l0
+    if table_mpp and file_mpp and not isclose(table_mpp, file_mpp, rel_tol=0.01):
+        raise WsiFlError(f"{path.name} says {file_mpp:g} µm per pixel of the slide, the table {table_mpp:g}")
     n_patches, n_features = foreign.features.shape
-    mark = hash_features(foreign.features)
-    slide = _ImportedSlide(record.slide, path, n_features, file_facts, record, n_patches, mark)
+    slide = _ImportedSlide(path, n_features, foreign.facts, record, n_patches, hash_features(foreign.features))
     if foreign.build_bag(slide.mpp_l0).has_places:
         return slide
     if foreign.xy is None and n_patches == 1:
@@ -369,7 +350,7 @@ def _resolve_value(file_value: Any, option_value: Any, slides: Sequence[FeatureF
 
 def _require_equal(slides: Sequence[FeatureFile], quantity: str, read_value: Callable[[FeatureFile], Any]) -> Any:
     """Return the common value of all slides with one, or None; UsageError names two slides that differ."""
-    values = [(slide.name, value) for slide in slides if (value := read_value(slide)) is not None]
+    values = [(slide_of(slide.path), value) for slide in slides if (value := read_value(slide)) is not None]
     for slide, value in values:
         if not _is_same(value, values[0][1]):
             raise UsageError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import pandas as pd
 import tomli_w
 
 from wsi_fl.slides.layouts.common import group_pairs
-from wsi_fl.slides.layouts.tcga import list_slides, name_site, parse_barcode, read_institutions
+from wsi_fl.slides.layouts.tcga import GROUPINGS, list_slides, name_site, parse_barcode, read_institutions
 from wsi_fl.slides.layouts.tcga_targets import (
     SURVIVAL,
     SURVIVAL_COLUMNS,
@@ -25,10 +25,34 @@ from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.types import SlideRecord, UsageError
 
-LABEL_TABLE, MIN_PATIENTS = "labels.csv", 25
+LABEL_TABLE, _MIN_PATIENTS = "labels.csv", 25
 _COLUMNS = ("site", "slide", "patient", "split", "label")
 _TEST_FRACTION = 0.2
 _MAX_NAMED = 6
+
+
+@dataclass(frozen=True)
+class ArchiveTables:
+    """Options of a TCGA archive: the meaning of a site, and tables from outside the archive.
+
+    Attributes:
+        group_by: "institution" or "tss".
+        clinical: the table of diagnoses; of features several, with the targets.
+        codes: the table of source sites.
+        columns: how the clinical table's columns are called, as KEY=NAME.
+        targets, min_patients: of features: what is predicted, and patients of the smallest institution.
+    """
+
+    group_by: str | None = None
+    clinical: Sequence[Path] = ()
+    codes: Path | None = None
+    columns: Sequence[str] = ()
+    targets: Sequence[str] = ()
+    min_patients: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.group_by not in (None, *GROUPINGS):
+            raise UsageError(f"unknown grouping {self.group_by!r}; known: {', '.join(GROUPINGS)}")
 
 
 class FeatureFederation(NamedTuple):
@@ -48,33 +72,24 @@ def has_features(archive: Path) -> bool:
     return any(map(parse_barcode, files)) and next(list_slides(archive), None) is None
 
 
-def survey_features(
-    archive: Path,
-    tables: Sequence[Path],
-    targets: Sequence[str],
-    *,
-    pipeline: str,
-    codes: Path | None = None,
-    by_institution: bool = True,
-    min_patients: int = MIN_PATIENTS,
-) -> FeatureFederation:
+def survey_features(archive: Path, tables: ArchiveTables, pipeline: str) -> FeatureFederation:
     """Return the institutions of features of TCGA's slides that have enough patients with a target.
 
     Diagnostic slides of tumours count. A fifth of the patients of each institution is for testing.
 
     Args:
-        tables: clinical tables, of the GDC or cBioPortal.
-        targets: see `read_target`.
+        tables: its clinical tables are of the GDC or cBioPortal; for its targets see `read_target`.
         pipeline: the text of the pipeline to which each target is added.
 
     Raises:
         UsageError: for invalid tables or targets, or without two institutions.
     """
-    rows = read_clinical(tables)
-    columns, values = zip(*(read_target(rows, text) for text in dict.fromkeys(targets)), strict=True)
+    rows, min_patients = read_clinical(tables.clinical), tables.min_patients or _MIN_PATIENTS
+    columns, values = zip(*(read_target(rows, text) for text in dict.fromkeys(tables.targets)), strict=True)
     if shared := {*_COLUMNS}.intersection(*columns):
         raise UsageError(f"--target {min(shared)}: the label table has a column of this name; rename it in --clinical")
-    records = _list_records(archive, list_institutions(rows) | read_institutions(codes) if by_institution else {})
+    is_by_code = tables.group_by == "tss"
+    records = _list_records(archive, {} if is_by_code else list_institutions(rows) | read_institutions(tables.codes))
     labelled = {patient for by_patient in values for patient in by_patient}
     groups = group_pairs((record.site, record) for record in records if record.patient in labelled)
     patients = {site: len({record.patient for record in group}) for site, group in sorted(groups.items())}
@@ -89,13 +104,12 @@ def survey_features(
     labels = labels.set_axis(_COLUMNS[:-1], axis=1).assign(label="tumor")  # as `import` wants to know
     notes, pipelines = list[str](), dict[str, str]()
     for names, by_patient in zip(columns, values, strict=True):
-        labels, counts = _add_target(labels, names, by_patient)
-        name, text = _render_pipeline(names, sorted(counts), pipeline)
+        labels[[*names]] = [by_patient.get(patient, ("",) * len(names)) for patient in labels["patient"]]
+        counts = labels[labels[names[-1]] != ""].drop_duplicates("patient")[names[-1]].value_counts()
+        name, text = _render_pipeline(names, sorted(counts.index), pipeline)
         pipelines[name] = text
-        frequent = ", ".join(f"{n} {value}" for value, n in counts.most_common(_MAX_NAMED))
-        notes.append(
-            f"{names[-1]}: {counts.total()} patients: {frequent}" + (", …" if len(counts) > _MAX_NAMED else "")
-        )
+        frequent = [f"{n} {value}" for value, n in counts.head(_MAX_NAMED).items()] + ["…"] * (len(counts) > _MAX_NAMED)
+        notes.append(f"{names[-1]}: {counts.sum()} patients: {', '.join(frequent)}")
     if n_unlabelled := sum(record.patient not in labelled for record in records):
         notes.append(f"slides left out, as --clinical has no target of their patient or several: {n_unlabelled}")
     if small:
@@ -103,15 +117,6 @@ def survey_features(
         notes.append(f"institutions with fewer than {min_patients} patients, left out: {n}")
     numbers = {site: (patients[site], len(groups[site])) for site in sites}
     return FeatureFederation(labels.to_csv(index=False, lineterminator="\n"), pipelines, numbers, notes)
-
-
-def _add_target(
-    labels: pd.DataFrame, columns: tuple[str, ...], values: Mapping[str, tuple[str, ...]]
-) -> tuple[pd.DataFrame, Counter[str]]:
-    """Return the table with the columns of a target, and the number of patients by its last value."""
-    cells = [values.get(patient, ("",) * len(columns)) for patient in labels["patient"]]
-    table = labels.assign(**dict(zip(columns, zip(*cells, strict=True), strict=True)))
-    return table, Counter(values[name][-1] for name in {*labels["patient"]} & values.keys())
 
 
 def _list_records(archive: Path, institutions: Mapping[str, str]) -> list[SlideRecord]:

@@ -12,9 +12,8 @@ import tomli_w
 
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, detect_layout, list_site, list_sites, list_test_slides
 from wsi_fl.slides.layouts.idc import TABLE, describe_series, lacks_table
-from wsi_fl.slides.layouts.tcga import GROUPINGS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies
-from wsi_fl.stages.prepare.init_features import LABEL_TABLE, MIN_PATIENTS, has_features, survey_features
+from wsi_fl.stages.prepare.init_features import LABEL_TABLE, ArchiveTables, has_features, survey_features
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.study.pipeline import NO_CHOICE, has_choice
@@ -37,26 +36,6 @@ _STUDY_SITES = {
 the paper has, it does not say."""
 _BUDGET, _DELTA = 3.0, 1e-5
 """The budget in a new site file of a real hospital, which may change both values before its first run."""
-
-
-@dataclass(frozen=True)
-class ArchiveTables:
-    """Options of a TCGA archive: the meaning of a site, and tables from outside the archive.
-
-    Attributes:
-        group_by: "institution" or "tss".
-        clinical: the table of diagnoses; of features several, with the targets.
-        codes: the table of source sites.
-        columns: how the clinical table's columns are called, as KEY=NAME.
-        targets, min_patients: of features: what is predicted, and patients of the smallest institution.
-    """
-
-    group_by: str | None = None
-    clinical: Sequence[Path] = ()
-    codes: Path | None = None
-    columns: Sequence[str] = ()
-    targets: Sequence[str] = ()
-    min_patients: int | None = None
 
 
 @dataclass(frozen=True)
@@ -153,19 +132,9 @@ def _init_features(folder: Path, archive: Path, tables: ArchiveTables, pipeline:
     """Write a study of TCGA's features: a site for each institution, the table of labels, a pipeline per target."""
     if real or tables.columns:
         raise UsageError("--real and --column are for slides; sites of public features are simulated")
-    if tables.group_by not in (None, *GROUPINGS):
-        raise UsageError(f"unknown grouping {tables.group_by!r}; known: {', '.join(GROUPINGS)}")
     if not tables.clinical or not tables.targets:
         raise UsageError(f"{archive}: has features; name the clinical table with --clinical FILE, and --target COLUMN")
-    federation = survey_features(
-        archive,
-        tables.clinical,
-        tables.targets,
-        pipeline=pipeline,
-        codes=tables.codes,
-        by_institution=tables.group_by in (None, GROUPINGS[0]),
-        min_patients=tables.min_patients or MIN_PATIENTS,
-    )
+    federation = survey_features(archive, tables, pipeline)
     values = {"real": False, "clinical": LABEL_TABLE}
     command = f"import --format trident --from {archive} --labels {LABEL_TABLE}"
     texts = {site: _render_settings({"name": site, **values}, site, command) for site in federation.sites}

@@ -12,13 +12,14 @@ from wsi_fl.slides.layouts.common import (
     filter_site,
     match_slide_name,
     parse_label,
-    parse_mpp,
+    read_mpp,
     read_rows,
+    read_split,
     require_names,
 )
 from wsi_fl.study.site_file import SiteFile
 from wsi_fl.system.file_names import describe_mismatch
-from wsi_fl.types import SPLITS, ExcludedSlide, SlideRecord, UsageError
+from wsi_fl.types import ExcludedSlide, SlideRecord, UsageError
 
 _COLUMN_NAMES = {
     "slide": ("slide", "slide_id", "FILENAME"),
@@ -120,11 +121,8 @@ def _read_site_rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list
 
 
 def _build_record(row: TableRow, slide: str, site: SiteFile, labels: Sequence[str], *, diagnoses: bool) -> SlideRecord:
-    split, where = row.read_value("split") or None, row.where
-    if split is not None and split not in SPLITS:
-        raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
     label = "" if site.is_receiver else row["label"]
-    negative = site.is_receiver or (not diagnoses and parse_label(label, where, labels)[0])
+    negative = site.is_receiver or (not diagnoses and parse_label(label, row.where, labels)[0])
     return SlideRecord(
         Path(row["slide"]),
         slide,
@@ -132,8 +130,8 @@ def _build_record(row: TableRow, slide: str, site: SiteFile, labels: Sequence[st
         site.name,
         "negative" if negative else "weak",
         not negative,
-        split=split,
-        mpp_override=parse_mpp(row["mpp"], where) if row.get("mpp") else site.mpp_override,
+        split=read_split(row),
+        mpp_override=read_mpp(row, site.mpp_override),
         diagnosis=label if diagnoses else "",
         tumor_type=row.read_value("tumor_type"),
     )

@@ -16,45 +16,29 @@ from wsi_fl.types import UsageError, WsiFlError
 
 
 class RunSpending(TypedDict):
-    """What one run, or one job of another framework, spent.
-
-    Attributes:
-        rounds: the number that cost ε.
-        epsilon: null where none holds.
-        first, last: times of its first and last line; "" where they have none.
-    """
+    """What one run, or one job of another framework, spent."""
 
     site: str
     run: str
-    rounds: int
-    epsilon: float | None
-    first: str
+    rounds: int  # those that cost ε
+    epsilon: float | None  # null where none holds
+    first: str  # times of its first and last line; "" where they have none
     last: str
 
 
 class LedgerSpending(TypedDict):
-    """The content of a ledger.
-
-    Attributes:
-        lines, sha256: its length, and the SHA-256 of the file.
-        runs: those that count; of a real hospital without simulations of another unit.
-        heads: files that were compared with it.
-        unit, delta: of all lines; null without spending, or where units differ. δ is the smallest, and no larger than
-            the account's.
-        epsilon: ε of all lines together; null where none holds.
-        max_epsilon: the budget, where the account file is given.
-    """
+    """The content of a ledger."""
 
     ledger: str
     lines: int
     sha256: str
-    heads: list[str]
-    unit: str | None
-    delta: float | None
-    epsilon: float | None
+    heads: list[str]  # files that were compared with it
+    unit: str | None  # of all lines; null without spending, or where units differ
+    delta: float | None  # the smallest of all lines, and no larger than the account's; null without spending
+    epsilon: float | None  # of all lines together; null where none holds
     guarantee: Guarantee
-    max_epsilon: float | None
-    runs: list[RunSpending]
+    max_epsilon: float | None  # the budget, where the account file is given
+    runs: list[RunSpending]  # those that count; of a real hospital without simulations of another unit
 
 
 def summarize_ledger(path: Path, heads: Sequence[Path] = ()) -> LedgerSpending:

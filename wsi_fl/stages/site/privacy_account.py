@@ -12,9 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
+from wsi_fl.data.cohort import read_names
 from wsi_fl.data.privacy_units import PrivacyUnits, patient_units, row_units
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
@@ -218,11 +220,11 @@ def open_account(
     return _Account(ledger, units, plan)
 
 
-def build_units(pipeline: Pipeline, patient: NDArray[np.str_], site: str) -> PrivacyUnits:
+def build_units(pipeline: Pipeline, patient: pd.Series, site: str) -> PrivacyUnits:
     """Return the privacy units of rows of these patients; without differential privacy each row is one."""
     if not counts_patients(pipeline):
         return row_units(len(patient))
-    return patient_units(patient, pipeline.privacy.max_rows, site)
+    return patient_units(read_names(patient), pipeline.privacy.max_rows, site)
 
 
 def _load_plan(
@@ -304,16 +306,16 @@ def compute_group(site: Site, spent: Sequence[Mechanism] | None = None) -> Group
     if spent is None and ledger.epsilon() is None:
         return None
     return compute_patient_epsilon(
-        ledger.terms, site.train.patient, ledger.list_mechanisms() if spent is None else spent
+        ledger.terms, site.train.obs["patient"], ledger.list_mechanisms() if spent is None else spent
     )
 
 
-def compute_patient_epsilon(terms: PrivacyTerms, patient: NDArray[np.str_], spent: Sequence[Mechanism]) -> Group | None:
+def compute_patient_epsilon(terms: PrivacyTerms, patient: pd.Series, spent: Sequence[Mechanism]) -> Group | None:
     """Return ε of `spent` for the patient with the most rows; None where ε is per patient."""
     names = patient[patient != ""]
     if terms.unit != "row" or not spent or not len(names):
         return None
-    k = int(np.unique(names, return_counts=True)[1].max())
+    k = int(names.value_counts().max())
     return {"rows": k, "epsilon": group_epsilon(spent, terms.delta, k), "delta": terms.delta}
 
 

@@ -5,8 +5,10 @@ A source is refused on any sign that it is of a hospital's patients, unless decl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -31,62 +33,83 @@ _MAX_ROWS = 1 << 18
 _PUBLIC_HINT = "results from it leave without any ε: give public reference slides, or --public if it is public"
 
 
-def require_public(study: Study, source: Path, find_private: Callable[[], PrivateSlides] | None = None) -> None:
-    """Refuse a slide, picture, patch or feature store of a hospital's patients.
+@dataclass(frozen=True)
+class SourceCheck:
+    """The check that sources are of no patients of a study's real sites, nor of any real site whose stores they are in.
 
-    Such a source is in `stores/` of a study whose site of that name is not simulated, is a slide of a real site of the
-    study (under any name), is a store of a real site, or is of no simulated site of the study and names patients,
-    or slides or features of a real site. A site without a readable file counts as real.
-
-    Args:
-        find_private: gives `index_private_slides`, for stores; None to read it.
-
-    Raises:
-        UsageError: in one line that names the reason.
+    Attributes:
+        is_declared: whether the user declares all sources public; then none is refused.
     """
-    if (site := _find_site_by_place(source)) is not None:
-        raise UsageError(f"{source}: lies in the stores of real site {site}; {_PUBLIC_HINT}")
-    if source.suffix == ".h5":
-        _require_public_store(study, source, find_private or (lambda: index_private_slides(study)))
-    elif (site := _find_site_by_slides(study, source)) is not None:
-        raise UsageError(f"{source}: is a slide of real site {site}; {_PUBLIC_HINT}")
 
+    study: Study
+    is_declared: bool = False
 
-def require_public_features(
-    source: Path, features: Features, private_slides: PrivateSlides, *, names_patients: bool
-) -> None:
-    """Refuse another tool's file, or a table, of a hospital's patients.
+    @cached_property
+    def _private_slides(self) -> PrivateSlides:
+        return index_private_slides(self.study)
 
-    Such a file lies in the stores of a real site, names patients, or has the name of a slide or the features of a patch
-    of a real site.
+    def require_public(self, source: Path) -> None:
+        """Refuse a slide, picture, patch or feature store of a hospital's patients.
 
-    Args:
-        features: float32[m, d].
-        private_slides: see `index_private_slides`.
+        Such a source is in `stores/` of a study whose site of that name is not simulated, is a slide of a real site of
+        the study (under any name), is a store of a real site, or is of no simulated site of the study and names
+        patients, or slides or features of a real site. A site without a readable file counts as real.
 
-    Raises:
-        UsageError: in one line that names the reason.
-    """
-    if names_patients:
-        raise UsageError(f"{source}: features that name patients; {_PUBLIC_HINT}")
-    if (site := _find_site_by_place(source)) is not None:
-        raise UsageError(f"{source}: features of real site {site}; {_PUBLIC_HINT}")
-    _require_other_slides(source, {_normalize_name(slide_of(source))}, _hash_patches(features), private_slides)
+        Raises:
+            UsageError: in one line that names the reason.
+        """
+        if self.is_declared:
+            return
+        if (site := _find_site_by_place(source)) is not None:
+            raise UsageError(f"{source}: lies in the stores of real site {site}; {_PUBLIC_HINT}")
+        if source.suffix == ".h5":
+            self._require_public_store(source)
+        elif (site := _find_site_by_slides(self.study, source)) is not None:
+            raise UsageError(f"{source}: is a slide of real site {site}; {_PUBLIC_HINT}")
+
+    def require_public_features(self, source: Path, features: Features, *, names_patients: bool) -> None:
+        """Refuse another tool's file, or a table, with features float32[m, d] of a hospital's patients.
+
+        Such a file lies in the stores of a real site, names patients, or has the name of a slide or the features of a
+        patch of a real site.
+
+        Raises:
+            UsageError: in one line that names the reason.
+        """
+        if self.is_declared:
+            return
+        if names_patients:
+            raise UsageError(f"{source}: features that name patients; {_PUBLIC_HINT}")
+        if (site := _find_site_by_place(source)) is not None:
+            raise UsageError(f"{source}: features of real site {site}; {_PUBLIC_HINT}")
+        self._require_other_slides(source, {_normalize_name(slide_of(source))}, _hash_patches(features))
+
+    def _require_public_store(self, source: Path) -> None:
+        with _open_store(source) as store:
+            site, table = store.meta.site, store.table if isinstance(store, PatchStore) else store.patch_table
+            if site in self.study.site_names():
+                if not _is_simulated(self.study, site):
+                    raise UsageError(f"{source}: of real site {site}; {_PUBLIC_HINT}")
+                return
+            if ((table.patient != "") & (table.patient != table.slide)).any():
+                raise UsageError(f"{source}: a store that names patients; {_PUBLIC_HINT}")
+            rows = set[bytes]() if isinstance(store, PatchStore) else _hash_store(store)
+        self._require_other_slides(source, _list_names(table), rows)
+
+    def _require_other_slides(self, source: Path, names: set[str], rows: set[bytes]) -> None:
+        """Refuse names of a real site, and patches: no other patch has the same features, even rounded to float16."""
+        site_of = self._private_slides
+        if private_names := names & site_of.keys():
+            name = min(private_names)
+            raise UsageError(f"{source}: {name} is a slide or patient of real site {site_of[name]}; {_PUBLIC_HINT}")
+        if private_rows := rows & site_of.keys():
+            where = f"{len(private_rows)} of its rows are features of real site {site_of[min(private_rows)]}"
+            raise UsageError(f"{source}: {where}; {_PUBLIC_HINT}")
 
 
 def sample_indices(n: int, n_max: int) -> NDArray[np.int64]:
     """Return a sorted, bounded sample of n indices, the same every time."""
     return np.sort(np.random.default_rng(0).permutation(n)[:n_max])
-
-
-def _require_other_slides(source: Path, names: set[str], rows: set[bytes], private_slides: PrivateSlides) -> None:
-    """Refuse names of a real site, and patches: no other patch has the same features, even rounded to float16."""
-    if private_names := names & private_slides.keys():
-        name = min(private_names)
-        raise UsageError(f"{source}: {name} is a slide or patient of real site {private_slides[name]}; {_PUBLIC_HINT}")
-    if private_rows := rows & private_slides.keys():
-        site = private_slides[min(private_rows)]
-        raise UsageError(f"{source}: {len(private_rows)} of its rows are features of real site {site}; {_PUBLIC_HINT}")
 
 
 def _normalize_name(name: str) -> str:
@@ -185,19 +208,6 @@ def _is_dp_release(run: RunFolder, role: str) -> bool:
     except (WsiFlError, OSError, KeyError, TypeError):
         return False
     return pipeline.privacy.enabled and travels == role
-
-
-def _require_public_store(study: Study, source: Path, find_private: Callable[[], PrivateSlides]) -> None:
-    with _open_store(source) as store:
-        site, table = store.meta.site, store.table if isinstance(store, PatchStore) else store.patch_table
-        if site in study.site_names():
-            if not _is_simulated(study, site):
-                raise UsageError(f"{source}: of real site {site}; {_PUBLIC_HINT}")
-            return
-        if ((table.patient != "") & (table.patient != table.slide)).any():
-            raise UsageError(f"{source}: a store that names patients; {_PUBLIC_HINT}")
-        names, rows = _list_names(table), set[bytes]() if isinstance(store, PatchStore) else _hash_store(store)
-    _require_other_slides(source, names, rows, find_private())
 
 
 def _open_store(source: Path) -> BagStore | PatchStore:

@@ -13,9 +13,10 @@ from wsi_fl.data.tasks import Task
 from wsi_fl.federation.methods import METHODS, Method
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import SITE_FILE
+from wsi_fl.slides.patching.scan_copies import Scan
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.example_kind import ExampleKind, find_example_kind
-from wsi_fl.stages.site.site_data import SiteData, open_data
+from wsi_fl.stages.site.site_data import SiteData, list_scans, open_data
 from wsi_fl.stages.site.study_hooks import EarlierRelease, StudyHooks, find_hooks
 from wsi_fl.stages.site.target_labels import find_task
 from wsi_fl.study.folder import Study, load_run_pipeline
@@ -62,6 +63,7 @@ class RunContext:
     in_memory_bytes: int = IN_MEMORY_BYTES
     _opened: dict[str, SiteData] = field(default_factory=dict)
     _stores: ExitStack = field(default_factory=ExitStack)
+    _scans: dict[str, list[Scan]] = field(default_factory=dict)
 
     @staticmethod
     def create(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> RunContext:
@@ -187,6 +189,12 @@ class RunContext:
             data = open_data(self.study, site, self.pipeline, self.in_memory_bytes)
             self._opened[site] = self._stores.enter_context(data)
         return self._opened[site]
+
+    def list_scans(self, data: SiteData) -> list[Scan]:
+        """Return the slides of a site's store with content marks, for which all its shards are opened once."""
+        if data.site not in self._scans:
+            self._scans[data.site] = list_scans(data.store)
+        return self._scans[data.site]
 
     def load_cross_site_scores(self) -> CrossSiteScores | None:
         """Return the scores of the released models on each hospital's test part and on all; None without counts.

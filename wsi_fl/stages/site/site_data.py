@@ -27,6 +27,7 @@ from wsi_fl.stages.site.holdout_secret import load_holdout_draw
 from wsi_fl.stages.site.slide_files import SlidePixels
 from wsi_fl.stages.site.target_labels import find_task, label_slides, list_classes, name_outputs
 from wsi_fl.stores.bag_store import BagMeta, BagStore
+from wsi_fl.stores.fields import NameColumn, encode_names
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -37,6 +38,8 @@ _ALTERNATIVES = {
     "patient": "train.example = 'slide' and model.private = model.proxy = 'mean_head', or give a patient one label",
 }
 """Settings to use instead."""
+_HASHED_ROWS = 1 << 18
+"""Rows whose names are expanded at a time."""
 
 
 class _EligibleRows(NamedTuple):
@@ -44,11 +47,11 @@ class _EligibleRows(NamedTuple):
     for the sake of a patient.
 
     Attributes:
-        patient: str[m], of each row.
+        patient: of each of m rows.
         training: int64[n], positions of the training rows, in the order of the training examples.
     """
 
-    patient: NDArray[np.str_]
+    patient: pd.Series
     training: NDArray[np.int64]
 
 
@@ -198,16 +201,18 @@ class SiteData:
         is_training = np.asarray(cohort.obs["split"] == "train")
         if labelled is None or self.receives or not self.study.load_site(self.site).real:
             rows = np.arange(len(cohort)) if self._is_fold else np.flatnonzero(is_training)
-            return _EligibleRows(cohort.patient[rows], np.flatnonzero(is_training[rows]))
+            return _EligibleRows(pd.Series(cohort.obs["patient"].array[rows]), np.flatnonzero(is_training[rows]))
         slides = self.store.table
         may_train = self._is_fold | (slides.split == "train")
         if counts_patients(self.pipeline):
             may_train &= np.isin(np.arange(len(slides)), labelled.obs["row"]) | (slides.patient != "")
         if self.pipeline.target.example_level == "patient":
             names = np.unique(slides.patient[may_train])
-            return _EligibleRows(names, np.searchsorted(names, cohort.patient[is_training]))
+            return _EligibleRows(pd.Series(names), np.searchsorted(names, cohort.patient[is_training]))
         positions = np.cumsum(may_train) - 1
-        return _EligibleRows(slides.patient[may_train], positions[labelled.obs["row"].to_numpy()[is_training]])
+        return _EligibleRows(
+            pd.Series(slides.patient[may_train]), positions[labelled.obs["row"].to_numpy()[is_training]]
+        )
 
     def load_examples(self, split: str) -> Cohort:
         """Return the examples of a split, in memory where they fit; for measuring only those with a choice of class."""
@@ -377,19 +382,22 @@ def list_scans(store: PatchStore | BagStore) -> list[Scan]:
     """Return the slides of a store with content marks; none of synthetic images."""
     if store.meta.generator is not None:
         return []
-    slides, (_, first) = store.table.slide, np.unique(store.table.slide, return_index=True)
-    marks, rows = store.compute_marks(), np.sort(first)
+    keys = ("slide", "patient", "split")
+    columns = [
+        store.names[key] if isinstance(store, PatchStore) else encode_names(getattr(store.table, key)) for key in keys
+    ]
+    rows = np.sort(columns[0].find_rows()[0])
+    names, marks = [column.expand(rows).tolist() for column in columns], store.compute_marks()
     return [
-        Scan(store.meta.site, str(slides[k]), str(store.table.patient[k]), str(store.table.split[k]), marks[name])
-        for k in rows.tolist()
-        if (name := str(slides[k])) in marks
+        Scan(store.meta.site, slide, patient, split, marks[slide])
+        for slide, patient, split in zip(*names, strict=True)
+        if slide in marks
     ]
 
 
 def store_digest(store: PatchStore) -> str:
     """Return the SHA-256 over the patches of a store, their labels and splits."""
-    table = store.table
-    return _hash_columns(table.xy_l0, table.label, table.slide, table.patient, table.split).hexdigest()
+    return _hash_columns(store.xy_l0, store.label, *store.names.values()).hexdigest()
 
 
 def pixels_digest(store: PatchStore) -> dict[str, str]:
@@ -403,13 +411,17 @@ def is_source_store(store: PatchStore, document: Mapping[str, Any]) -> bool:
     return all(document[key] == value for key, value in digests.items())
 
 
-def _hash_columns(content: NDArray[Any], truth: NDArray[Any], *names: NDArray[np.str_]) -> hashlib._Hash:
+def _hash_columns(content: NDArray[Any], truth: NDArray[Any], *names: NameColumn | NDArray[np.str_]) -> hashlib._Hash:
     """Return the SHA-256 over a column of examples, their truth, slides, patients and splits; open for updates."""
     digest, label = hashlib.sha256(), truth
     if truth.dtype == np.float64:
         label = truth.astype(np.float32)  # first, so that digests equal those of float32 labels
     for column in (content, label, *names):
-        digest.update(np.ascontiguousarray(column).tobytes())
+        if isinstance(column, NameColumn):
+            for start in range(0, len(column.codes), _HASHED_ROWS):
+                digest.update(column.expand(slice(start, start + _HASHED_ROWS)).tobytes())
+        else:
+            digest.update(np.ascontiguousarray(column).view(np.uint8).data)
     if label is not truth and (remainder := truth - label).any():
         digest.update(remainder.tobytes())
     return digest

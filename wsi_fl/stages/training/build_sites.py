@@ -8,11 +8,12 @@ from sys import maxsize
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from torch import nn
 
 from wsi_fl.data.augmentation import build_augmentation
-from wsi_fl.data.cohort import Cohort, concatenate_examples, sample_patches
+from wsi_fl.data.cohort import Cohort, concatenate_examples, read_names, sample_patches
 from wsi_fl.data.privacy_units import Canaries, PrivacyUnits, build_canaries, toss_coins
 from wsi_fl.data.validation import draw_held_out, require_patient_names
 from wsi_fl.federation.methods import Method
@@ -26,7 +27,7 @@ from wsi_fl.slides.patching.scan_copies import describe_copies
 from wsi_fl.stages.runtime.rank_job import select_device
 from wsi_fl.stages.site.privacy_account import build_units, loss_weights, open_account
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.site.site_data import SiteData, list_scans
+from wsi_fl.stages.site.site_data import SiteData
 from wsi_fl.stages.training.checks import build_graph
 from wsi_fl.stages.training.initial_models import build_model, find_architecture
 from wsi_fl.types import UNLABELLED, Bags, Images, Shape, UsageError, WsiFlError
@@ -79,7 +80,7 @@ def build_site(context: RunContext, index: int) -> Site:
     site_file, pipeline, method, run = context.sites[index], context.pipeline, context.method, context.run
     name, data, folder = site_file.name, context.open_data(site_file.name), run.site_folder(site_file.name)
     recipe = build_recipe(context)
-    _log_store(data, folder)
+    _log_store(context, data, folder)
     train, validation, units = load_training(context, name)
     if not len(train) and not data.receives:
         raise WsiFlError(f"site {name}: its store has no training {context.kind.plural}")
@@ -113,11 +114,11 @@ def build_site(context: RunContext, index: int) -> Site:
     return site
 
 
-def _log_store(data: SiteData, folder: SiteFolder) -> None:
+def _log_store(context: RunContext, data: SiteData, folder: SiteFolder) -> None:
     """Log remarks on a store, which must be current where the run begins; a run resumes with the features it has."""
     if folder.store_digest() is None:
         data.require_current()
-    for line in filter(None, (data.remark, *describe_copies(list_scans(data.store)))):
+    for line in filter(None, (data.remark, *describe_copies(context.list_scans(data)))):
         folder.log(line)
 
 
@@ -158,9 +159,9 @@ def load_training(context: RunContext, name: str) -> TrainingPart:
         data, n = context.open_data(site), sum(map(len, patients))
         part, eligible = _load_examples(data), data.list_eligible()
         parts.append(part.assign_columns(patient=_prefix_patients(site, part.patient)))
-        patients.append(_prefix_patients(site, eligible.patient))
+        patients.append(_prefix_patients(site, read_names(eligible.patient)))
         places.append(n + eligible.training)
-    units = build_units(context.pipeline, np.concatenate(patients), name)
+    units = build_units(context.pipeline, pd.Series(np.concatenate(patients)), name)
     return TrainingPart(concatenate_examples(parts), None, units.select_rows(np.concatenate(places)))
 
 

@@ -17,7 +17,7 @@ from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.privacy_account import costs_epsilon, describe_batch_size, find_batch_size, require_budget
 from wsi_fl.stages.site.public_sources import require_published
 from wsi_fl.stages.site.run_context import RunContext
-from wsi_fl.stages.site.site_data import list_scans, open_data
+from wsi_fl.stages.site.site_data import open_data
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
@@ -94,7 +94,7 @@ def _check_stores(context: RunContext, *, is_reported: bool) -> None:
                 for doubt in () if is_reported else doubts:
                     print_message(f"  {doubt}", "yellow")
                 if not is_reported:
-                    scans += (site_scans := list_scans(data.store))
+                    scans += (site_scans := context.list_scans(data))
                     for line in describe_copies(site_scans):
                         print_message(f"  {site.name}: {line}", "bold yellow")
     for line in describe_shared(scans):

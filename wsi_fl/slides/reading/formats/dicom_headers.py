@@ -9,10 +9,12 @@ import mmap
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from math import ceil, isclose, isfinite
 from pathlib import Path
+from typing import Any
 
 from wsi_fl.slides.reading.formats.dicom_frames import find_contradiction
 from wsi_fl.slides.reading.formats.level_selection import padding_ratios, select_levels
@@ -54,41 +56,53 @@ _UNDEFINED_LENGTH = 0xFFFFFFFF
 _ITEM, _END_OF_ITEM, _END_OF_SEQUENCE = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 _FRAMES_TAG = 0x52000000
 """First tag about single frames."""
-_FRAME_COUNT_TAG, _SPACING_TAG, _SHARED_BYTES = 0x00280008, 0x00280030, 1 << 16
-"""Tags of the number of frames and of the pixel spacing, and bytes in which that is sought among the attributes of all
-frames."""
+_SYNTAX_TAG, _CLASS_TAG = 0x00020010, 0x00080016
+_SPACING_TAG, _SHARED_BYTES = 0x00280030, 1 << 16
+"""Tag of the pixel spacing, and bytes in which it is sought among the attributes of all frames."""
 SERIES_FOLDER = re.compile(r"SM_[0-9.]+")
 """Name of a folder with a series of slide microscopy, as the Imaging Data Commons' client lays it."""
 _CONTAINER = re.compile(r"[^\W_][\w .+()-]*", re.ASCII)
 _MAX_INFLATED_BYTES = 1 << 22
 _MAX_FILES = 256
 """Files of a folder that are checked; some folders hold a hundred thousand pictures."""
-_TEXT_TAGS = {
-    "syntax": 0x00020010,
-    "kind": 0x00080008,
-    "sop_class": 0x00080016,
-    "instance": 0x00080018,
-    "pyramid": 0x00080019,
-    "patient": 0x00100020,
-    "series": 0x0020000E,
-    "concatenation": 0x00209161,
-    "organization": 0x00209311,
-    "container": 0x00400512,
-    "colours": 0x00280004,
-}
-_NUMBER_TAGS = {
-    "n_parts": (0x00209163, "<H", 0),
-    "first_frame": (0x00209228, "<I", 0),
-    "samples": (0x00280002, "<H", 3),
-    "planar": (0x00280006, "<H", 0),
-    "tile_height": (0x00280010, "<H", 0),
-    "tile_width": (0x00280011, "<H", 0),
-    "bits": (0x00280100, "<H", 8),
-    "width": (0x00480006, "<I", 0),
-    "height": (0x00480007, "<I", 0),
-    "paths": (0x00480302, "<I", 1),
-    "planes": (0x00480303, "<I", 1),
-}
+
+
+def _decode_text(value: bytes) -> str:
+    try:
+        text = value.decode("utf-8")
+    except UnicodeDecodeError:
+        text = value.decode("latin-1")
+    return text.strip("\0 ")
+
+
+def _decode_decimal(value: bytes) -> float:
+    """Return the first of the numbers in a text; 0 if it is none."""
+    try:
+        number = float(_decode_text(value).split("\\")[0])
+    except ValueError:
+        return 0.0
+    return number if isfinite(number) else 0.0
+
+
+def _decode_count(value: bytes) -> int:
+    return int(_decode_decimal(value))
+
+
+def _decode_kind(value: bytes) -> str:
+    return f"{_decode_text(value)}\\\\\\".split("\\")[2]
+
+
+def _decode_number(value: bytes, form: str, default: int) -> int:
+    return int(struct.unpack(form, value)[0]) if len(value) == struct.calcsize(form) else default
+
+
+def _declare_element(tag: int, decode: Callable[[bytes], object] = _decode_text) -> Any:
+    """Return a field of a header: the tag of its element, and the function from the element's value."""
+    return field(metadata={"tag": tag, "decode": decode})
+
+
+def _declare_number(tag: int, form: str, default: int = 0) -> Any:
+    return _declare_element(tag, partial(_decode_number, form=form, default=default))
 
 
 @dataclass(frozen=True)
@@ -113,29 +127,32 @@ class _Header:
     """
 
     path: Path
-    syntax: str
-    kind: str
-    instance: str
-    patient: str
-    series: str
-    pyramid: str
-    concatenation: str
-    organization: str
-    container: str
-    colours: str
-    n_parts: int
-    first_frame: int
-    samples: int
-    planar: int
-    spacing: float
-    frames: int
-    tile_height: int
-    tile_width: int
-    bits: int
-    width: int
-    height: int
-    paths: int
-    planes: int
+    syntax: str = _declare_element(_SYNTAX_TAG)
+    kind: str = _declare_element(0x00080008, _decode_kind)
+    instance: str = _declare_element(0x00080018)
+    pyramid: str = _declare_element(0x00080019)
+    patient: str = _declare_element(0x00100020)
+    series: str = _declare_element(0x0020000E)
+    concatenation: str = _declare_element(0x00209161)
+    n_parts: int = _declare_number(0x00209163, "<H")
+    first_frame: int = _declare_number(0x00209228, "<I")
+    organization: str = _declare_element(0x00209311)
+    samples: int = _declare_number(0x00280002, "<H", 3)
+    colours: str = _declare_element(0x00280004)
+    planar: int = _declare_number(0x00280006, "<H")
+    frames: int = _declare_element(0x00280008, _decode_count)
+    tile_height: int = _declare_number(0x00280010, "<H")
+    tile_width: int = _declare_number(0x00280011, "<H")
+    spacing: float = _declare_element(_SPACING_TAG, _decode_decimal)
+    bits: int = _declare_number(0x00280100, "<H", 8)
+    container: str = _declare_element(0x00400512)
+    width: int = _declare_number(0x00480006, "<I")
+    height: int = _declare_number(0x00480007, "<I")
+    paths: int = _declare_number(0x00480302, "<I", 1)
+    planes: int = _declare_number(0x00480303, "<I", 1)
+
+
+_ELEMENTS = fields(_Header)[1:]
 
 
 def is_dicom(path: Path) -> bool:
@@ -321,15 +338,10 @@ def read_header(path: Path) -> _Header | None:
             values = _read_values(data)
     except (OSError, ValueError, struct.error, IndexError, RecursionError, zlib.error):
         return None
-    text = {name: _decode_text(values.get(tag, b"")) for name, tag in _TEXT_TAGS.items()}
-    if text.pop("sop_class") != _SLIDE_CLASS:
+    if _decode_text(values.get(_CLASS_TAG, b"")) != _SLIDE_CLASS:
         return None
-    kind = f"{text.pop('kind')}\\\\\\".split("\\")[2]
-    numbers = {
-        name: _decode_number(values.get(tag), form, default) for name, (tag, form, default) in _NUMBER_TAGS.items()
-    }
-    spacing, frames = (_decode_decimal(values.get(tag, b"")) for tag in (_SPACING_TAG, _FRAME_COUNT_TAG))
-    return _Header(path, kind=kind, spacing=spacing, frames=int(frames), **text, **numbers)  # type: ignore[arg-type]
+    elements = {e.name: e.metadata["decode"](values.get(e.metadata["tag"], b"")) for e in _ELEMENTS}
+    return _Header(path, **elements)
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -343,39 +355,16 @@ def _read_headers(paths: Iterable[Path]) -> list[_Header]:
     return [header for header in map(read_header, paths) if header is not None]
 
 
-def _decode_text(value: bytes) -> str:
-    try:
-        text = value.decode("utf-8")
-    except UnicodeDecodeError:
-        text = value.decode("latin-1")
-    return text.strip("\0 ")
-
-
-def _decode_decimal(value: bytes) -> float:
-    """Return the first of the numbers in a text; 0 if it is none."""
-    try:
-        number = float(_decode_text(value).split("\\")[0])
-    except ValueError:
-        return 0.0
-    return number if isfinite(number) else 0.0
-
-
-def _decode_number(value: bytes | None, form: str, default: int) -> int:
-    if value is None or len(value) != struct.calcsize(form):
-        return default
-    return int(struct.unpack(form, value)[0])
-
-
 def _read_values(data: mmap.mmap) -> dict[int, bytes]:
     """Return the values of the tags of `_Header`: from the file's head, which is explicit, and from the data set."""
-    tags = {_FRAME_COUNT_TAG, *_TEXT_TAGS.values(), *(tag for tag, _, _ in _NUMBER_TAGS.values())}
+    tags = {_CLASS_TAG, *(element.metadata["tag"] for element in _ELEMENTS)}
     start = _PREAMBLE_BYTES + 4
     values, position = {}, start
     for tag, value, next_start in _iterate_elements(data, start, explicit=True, until=0x00030000):
         position = next_start
         if tag in tags:
             values[tag] = bytes(value)
-    syntax = _decode_text(values.get(_TEXT_TAGS["syntax"], b""))
+    syntax = _decode_text(values.get(_SYNTAX_TAG, b""))
     dataset: bytes | mmap.mmap = data
     if syntax == _DEFLATED_SYNTAX:
         dataset, position = (zlib.decompressobj(-zlib.MAX_WBITS).decompress(data[position:], _MAX_INFLATED_BYTES), 0)
