@@ -270,7 +270,11 @@ class RowChecksums:
             self.is_checked[row] = True
 
     def verify_row(self, row: int, data: Buffer) -> None:
-        """Check one row, also if it was checked before; ValueError as for `check_row`."""
+        """Check one row, also if it was checked before.
+
+        Raises:
+            ValueError: as for `check_row`.
+        """
         if crc32(data) != self.values[row]:
             raise ValueError(_CHANGED)
 
