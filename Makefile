@@ -85,6 +85,7 @@ wheelhouse:      ## all wheels for a hospital without internet, and an installat
 	$(PYTHON) -m venv --clear build/wheelhouse
 	build/wheelhouse/bin/pip wheel --disable-pip-version-check --wheel-dir wheelhouse -c constraints.txt '$(WHEELS)'
 	cd wheelhouse && sha256sum *.whl > SHA256SUMS
+	@echo "trial installation from wheelhouse/ alone, some minutes without a word"
 	$(PYTHON) -m venv --clear build/wheelhouse
 	$(OFFLINE) build/wheelhouse/bin/pip install --quiet --no-index --find-links wheelhouse $(WHEELS:.%='wsi-fl%')
 	$(if $(filter .%,$(WHEELS)),build/wheelhouse/bin/wsi-fl --version)

@@ -249,6 +249,12 @@ REAL = "real = true\nmax_epsilon = 50.0\ndelta = 1e-5"
 """What a site file of a real hospital says, with more budget than tests spend."""
 
 
+@pytest.fixture
+def lone_exchange(monkeypatch):
+    """Let a real site exchange with nobody, which `train` refuses: tests of its ledger need no partner."""
+    monkeypatch.setattr("wsi_fl.stages.training.checks._require_partner", lambda context: None)
+
+
 def make_study(root: Path, n_sites=3, extra="", site_extra="real = false", *, text=SMALL, **store) -> Study:
     (root / "pipelines").mkdir(parents=True)
     (root / "sites").mkdir()

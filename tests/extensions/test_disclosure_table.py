@@ -351,7 +351,7 @@ def test_a_run_keeps_its_site_files_names_changes_and_honors_withdrawals(study, 
     assert (site.real, site.allow, site.max_epsilon) == (True, [], 50.0)
 
 
-def test_a_resumed_run_obeys_a_smaller_budget_and_refuses_a_smaller_delta(tmp_path):
+def test_a_resumed_run_obeys_a_smaller_budget_and_refuses_a_smaller_delta(tmp_path, lone_exchange):
     study = make_study(tmp_path / "real", n_sites=1, site_extra=REAL)
     with interrupted_after(1):
         train(study, method="proxyfl", overrides=["train.rounds=3", "privacy.sigma=4"], backend="local")

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 import conftest
@@ -129,7 +130,7 @@ def test_the_file_holds_noisy_statistics_and_exact_ones_are_readable_by_their_ow
     facts = {"site": "S0", "encoder": "tiny sha256:0", "data": "features", "example": "patch"}
     facts |= {"n_features": D, "dimensions": D, "classes": ["healthy", "tumor"]}
     assert facts.items() <= document.items()
-    assert document.keys() - {"tensors_sha256"} == row.keys() - {"spent", "file"}
+    assert document.keys() - {"tensors_sha256"} == row.keys() - {"spent", "file", "lifetime_epsilon", "max_epsilon"}
     home, file = sums_at(study.local_release_path("S0")), sums_at(study.release_path("S0"))
     assert np.array_equal(home.vector, file.vector) and len(file.vector) == 2 * (D + 2)
     variances = file.vector[-2:]
@@ -655,3 +656,23 @@ def test_who_was_taken_for_dead_neither_spends_nor_writes(study, monkeypatch, st
     monkeypatch.setattr(stage, step, end_work)
     refuse_release(study, "S0", "start it again", error=WorkEnded)
     assert not study.release_path("S0").exists() and len(lines_of(study)) == 2 * (step == "write_statistics")
+
+
+def test_statistics_print_the_digest_and_what_the_budget_holds(study):
+    make_real(study, "S0")
+    row = released(study)
+    assert row["lifetime_epsilon"] == pytest.approx(row["epsilon"]) and row["max_epsilon"] == 50
+    (line, _) = stage.release_lines({"sites": [row], "next": ["wsi-fl train"]})
+    assert f"ever spent {row['epsilon']:.2f} of 50" in line.text and f"digest {row['digest'][:8]}" in line.text
+
+
+def test_released_files_need_no_mpi_and_one_without_its_site_file_is_reported(study, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("S0", "S1", "S2"):
+        released(study, name)
+    site_file(study, "S2").unlink()
+    summary = train(study, method="oneshot", overrides=FILES)
+    assert summary["statistics"].keys() == {"S0", "S1"} and not (study.root / summary["run"] / "mpi.log").exists()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "statistics/S2.safetensors is here, but sites/S2.toml is not: S2 is left out; copy its site file" in said

@@ -438,8 +438,8 @@ def test_the_import_command_prints_one_document(study, tmp_path, wsi_fl):
     assert told.returncode in (0, None) and last in " ".join(told.stderr.split())
     setting = "--set train.data=mosaics"
     for data, role, given, step in (
-        ("mosaics", "member", [], "; next: wsi-fl train --pipeline kidney"),
-        ("patches", "member", setting.split(), f"; next: wsi-fl train --pipeline kidney {setting}"),
+        ("mosaics", "member", [], "; next: wsi-fl train --method proxyfl --pipeline kidney"),
+        ("patches", "member", setting.split(), f"; next: wsi-fl train --method proxyfl --pipeline kidney {setting}"),
         ("patches", "receiver", [], ""),
     ):
         (study.root / "pipelines" / "kidney.toml").write_text(PIPELINE.replace("mosaics", data))

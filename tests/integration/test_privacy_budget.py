@@ -27,6 +27,7 @@ from wsi_fl.system.files import read_json, write_sealed
 from wsi_fl.types import WsiFlError
 
 ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)
+pytestmark = pytest.mark.usefixtures("lone_exchange")
 HOSPITAL = "real = true\nmax_epsilon = 3.0\ndelta = 1e-5"
 
 
@@ -41,6 +42,7 @@ def kept_hospital(tmp_path_factory):
     place = tmp_path_factory.mktemp("kept") / "place"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(place / "state"))
+        patch.setattr("wsi_fl.stages.training.checks._require_partner", lambda context: None)
         run(make_study(place / "hospital", n_sites=1, site_extra=HOSPITAL))
     return place, shutil.copytree(place, place.with_name("copy"))
 

@@ -112,7 +112,7 @@ def test_past_releases_count_and_a_real_site_has_one_lifetime_budget(settings):
     refused(lambda: plan_round(over, pipeline, 36, past=runs), words, "max_epsilon")
 
 
-def test_a_real_site_spends_at_most_the_rest_of_its_lifetime_budget(tmp_path):
+def test_a_real_site_spends_at_most_the_rest_of_its_lifetime_budget(tmp_path, lone_exchange):
     study = make_study(tmp_path / "study", n_sites=1, site_extra=REAL.replace("50.0", "4.0"))
     first, second = (run(study)["sites"][0] for _ in range(2))
     assert first["epsilon"] > 2.95 > second["epsilon"]

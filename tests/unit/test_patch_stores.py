@@ -373,3 +373,24 @@ def test_the_digest_of_a_store_is_that_of_its_whole_columns(tmp_path, monkeypatc
         columns = (table.xy_l0, table.label, table.slide, table.patient, table.split)
         whole = hashlib.sha256(b"".join(np.ascontiguousarray(column).tobytes() for column in columns))
         assert site_data.store_digest(store) == whole.hexdigest()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_shards_beyond_the_open_ones_are_checked_once_and_read_without_hdf5(streams, tmp_path, monkeypatch):
+    monkeypatch.setattr("wsi_fl.stores.patch_store._MAX_OPEN_SHARDS", 1)
+    paths = [add_shard(tmp_path, name, 6, seed, streams=streams) for seed, name in enumerate("abc")]
+    write_columns(tmp_path / "patches.h5", META, paths)
+    rows = np.random.default_rng(0).integers(0, 18, 60)
+    with PatchStore(tmp_path / "patches.h5") as store:
+        first = store.read(rows)
+        monkeypatch.setattr(PatchStore, "_check_columns", lambda *_: pytest.fail("a shard was opened again"))
+        assert np.array_equal(store.read(rows[::-1]), first[::-1])
+        whole = store.read(np.arange(6))  # of shard a, which is closed by now
+        content = paths[0].read_bytes()
+        needle = streams_of(6)[3] if streams else whole[3].tobytes()
+        place = content.index(needle) + len(needle) // 2
+        paths[0].write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert np.array_equal(store.read(np.array([2])), whole[2:3])
+        refused(lambda: store.read(np.array([1, 3])), "patch 3 in the shard of slide a is damaged")
+        paths[0].unlink()
+        refused(lambda: store.read(np.array([1])), "the shard of slide a")

@@ -38,13 +38,17 @@ class _CommandGroup(TyperGroup):
         return [*names, *(name for name in self.commands if name not in names)]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the groups with the commands that are shown."""
+        """Write the groups with the commands that are shown, and the names of the others."""
+        extra_names: list[str] = []
         for title, names in self.list_groups().items():
             commands = {name: self.get_command(ctx, name) for name in names}
             rows = [(name, command.get_short_help_str(200)) for name, command in commands.items() if not command.hidden]
+            extra_names += [name for name, command in commands.items() if command.hidden]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+        formatter.write_paragraph()
+        formatter.write_text(f"More commands, each with --help: {', '.join(extra_names)}")
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in self.commands or cmd_name not in self._load_table():

@@ -100,11 +100,13 @@ def print_document(document: _D, as_json: bool, lines: Callable[[_D], Lines]) ->
         print_lines(lines(document))
 
 
-def run_work(title: str, work: Callable[..., _D], as_json: bool, lines: Callable[[_D], Lines]) -> _D:
+def run_work(
+    title: str, work: Callable[..., _D], as_json: bool, lines: Callable[[_D], Lines], preparation: str = ""
+) -> _D:
     """Run a command's work with progress bars as its `watcher`; print and return its document."""
     from wsi_fl.stages.runtime.console import ProgressBars
 
-    with ProgressBars(title) as bars:
+    with ProgressBars(title, preparation) as bars:
         document = work(watcher=bars)
     print_document(document, as_json, lines)
     return document

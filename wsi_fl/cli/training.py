@@ -25,6 +25,7 @@ from wsi_fl.cli.options import (
     take_gpus,
 )
 from wsi_fl.federation.methods import DEFAULT_METHOD, METHODS, list_names
+from wsi_fl.system.machine import is_first_rank
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -38,11 +39,13 @@ class MethodHelpCommand(TyperCommand):
     """A command with a line on every method in its help, also on those of extensions."""
 
     def get_help(self, ctx: Any) -> str:
-        method: Any = next(option for option in self.params if option.name == "method")
-        method.help = "; ".join(f"{name}: {row.summary}" for name, row in METHODS.items())
+        method: Any = next(option for option in self.params if option.name == "method_name")
+        rows = "; ".join(f"{name}: {row.summary}" for name, row in METHODS.items())
+        method.help = f"{rows}. Default: that in the first line of the pipeline's file, or {DEFAULT_METHOD}."
         return super().get_help(ctx)
 
 
+_PREPARATION = "loads PyTorch, opens stores, builds models, compares sites"
 _Backend = Annotated[str, Option(help="mpi: one rank per site. local: all sites in this process.")]
 _Resume = Annotated[str | None, Option(metavar="RUN", help="Continue a run after its last round.")]
 _New = Annotated[
@@ -73,7 +76,7 @@ _Keep = Annotated[
 
 
 def train(
-    method: Annotated[str, Option(help="Training method; --help describes each.")] = DEFAULT_METHOD,
+    method_name: Annotated[str | None, Option("--method", help="Training method; --help describes each.")] = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
     backend: _Backend = "mpi",
@@ -96,6 +99,8 @@ def train(
     An unfinished run of the same settings and stores goes on, without another charge.
     """
     is_series = seeds is not None or folds is not None or leave_site_out
+    study = find_study()
+    method = method_name or (_find_method(study, pipeline) if resume is None and plan is None else DEFAULT_METHOD)
     load_baselines = METHODS[method].load_baselines if baselines and method in METHODS else None
     is_new_run = resume is None and not is_series and not dry_run
     _check_options(
@@ -114,7 +119,6 @@ def train(
         plan is None or (dry_run and not pipeline and resume is None and not is_series),
         "--plan belongs to --dry-run, and has method and settings; add --set train.rounds=1 at most",
     )
-    study = find_study()
     take_gpus(gpus, ranks=False)
     if plan is not None:
         _try_plan(study, plan, site, overrides or [], keep, as_json)
@@ -132,6 +136,17 @@ def train(
     else:
         series = {"seeds": seeds, "leave_site_out": leave_site_out} if is_series else None
         _start_training(study, series, as_json, method=method, resume=not is_new, **options)
+
+
+def _find_method(study: Study, pipeline: str | None) -> str:
+    """Return the method in the first line of a pipeline's file, and report it where it is not the usual one."""
+    from wsi_fl.stages.runtime.console import print_message
+    from wsi_fl.stages.runtime.hints import pipeline_method
+
+    method = pipeline_method(study, pipeline)
+    if method != DEFAULT_METHOD and is_first_rank():
+        print_message(f"  --method {method}, as in the first line of the pipeline's file")
+    return method
 
 
 def _check_options(condition: object, message: str) -> None:
@@ -156,7 +171,7 @@ def _resume_training(study: Study, run: str, without: Sequence[str], backend: st
         summary = stage.resume_run(study, run, without=without, backend=backend, watcher=watcher)
         return stage.resume_series(study, run, backend=backend, watcher=watcher) or summary
 
-    run_work("train", resume_training, as_json, stage.train_lines)
+    run_work("train", resume_training, as_json, stage.train_lines, _PREPARATION)
 
 
 def _start_training(study: Study, series: Mapping[str, Any] | None, as_json: bool, **options: Any) -> None:
@@ -171,7 +186,7 @@ def _start_training(study: Study, series: Mapping[str, Any] | None, as_json: boo
             return stage.train_series(study, **(series or {}), **options, watcher=watcher)
         return stage.train(study, **options, watcher=watcher)
 
-    run_work("train", run_training, as_json, stage.train_lines)
+    run_work("train", run_training, as_json, stage.train_lines, _PREPARATION)
 
 
 def _try_plan(

@@ -30,7 +30,7 @@ from wsi_fl.stages.prepare.feature_columns import TABLE_SUFFIXES
 from wsi_fl.stages.prepare.import_export import ImportFacts
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_plan_params
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
-from wsi_fl.stages.runtime.hints import next_command
+from wsi_fl.stages.runtime.hints import join_commands, next_command
 from wsi_fl.stages.site.encoders import list_study_encoders, load_encoder
 from wsi_fl.stages.site.public_sources import SourceCheck, sample_indices
 from wsi_fl.stores.foreign_formats import LAYOUTS
@@ -117,13 +117,16 @@ def build_projection(
     projection = fit_projection(x, origin, n_dimensions or N_PUBLIC)
     write_projection(out, projection)
     file = study.relative_path(out.resolve())
-    command = next_command("train --method oneshot", pipeline_name, overrides, [f"model.projection={file}"])
+    real_sites = [name for name in study.site_names() if study.load_site(name).real]
+    step = f"statistics --site {real_sites[0]}" if len(real_sites) == 1 else "train --method oneshot"
+    command = next_command(step, pipeline_name, overrides, [f"model.projection={file}"])
     return {
         "file": file,
         "digest": projection.digest,
         "dimensions": projection.n_components,
         "encoder": encoder,
         "sources": [source.model_dump() for source in origin.sources],
+        "slides": sum(part.n_slides for part in parts),
         "excluded": skipped,
         "next": [command],
     }
@@ -245,10 +248,12 @@ def name_examples(files: Sequence[str]) -> str:
 def render_projection_lines(document: Mapping[str, Any]) -> Lines:
     """Yield the sources of the file, and the next command."""
     rows, n_sources = sum(source["rows"] for source in document["sources"]), len(document["sources"])
+    origin = f"{rows} patches of {document['slides']} slides in {n_sources} source{'' if n_sources == 1 else 's'}"
     yield TextLine(
         f"  {document['file']}: a projection onto {document['dimensions']} dimensions of {document['encoder']}, from "
-        f"{rows} patches of {n_sources} source{'' if n_sources == 1 else 's'}; SHA-256 {document['digest'][:16]}"
+        f"{origin} (at most {MAX_PATCHES} of each: a slide, a store, or a folder of one tool); SHA-256 "
+        f"{document['digest'][:16]}"
     )
     if skipped := document["excluded"]:
         yield TextLine(f"  {len(skipped)} other files were skipped{name_examples(skipped)}", "yellow")
-    yield TextLine(f"give the file to all sites; next: {document['next'][0]}")
+    yield TextLine(f"give the file to all sites; next: {join_commands(document['next'])}")

@@ -9,6 +9,7 @@ from wsi_fl.oneshot.released_statistics import (
     STATISTICS_RUN,
     ReleasedStatistics,
     describe_missing,
+    describe_unknown_sites,
     has_patient_means,
     load_projection,
     load_statistics,
@@ -83,6 +84,8 @@ class OneshotHooks(StudyHooks):
         missing = [site.name for site in context.members if site.name not in context.statistics]
         if context.uses_files and missing:
             yield f"not included, as there is no file in statistics/: {', '.join(missing)}"
+        if context.uses_files:
+            yield from describe_unknown_sites(context.study)
 
     def load_releases(self, study: Study, sites: Sequence[SiteFile]) -> Mapping[str, ReleasedStatistics]:
         return load_statistics(study, sites)

@@ -29,13 +29,16 @@ MAX_PATCHES = 500
 class PublicFeatures:
     """Features float32[m, d] of some patches of a source, and the label of their encoder.
 
-    `excluded` names the files of a folder that could not be read.
+    Attributes:
+        excluded: the files of a folder that could not be read.
+        n_slides: slides, or pictures, of the patches; 0 for a table.
     """
 
     source: ProjectionSource
     features: NDArray[np.float32]
     encoder: str
     excluded: Sequence[str] = ()
+    n_slides: int = 1
 
 
 def read_public_features(
@@ -66,7 +69,7 @@ def _read_table(path: Path, facts: ImportFacts, check: SourceCheck | None) -> Pu
         check.require_public_features(path, features, names_patients=names_patients)
     encoder = resolve_encoder([FeatureFile(path, features.shape[1], FileFacts())], facts)
     source = ProjectionSource(name=path.name, rows=min(len(features), MAX_PATCHES), sha256=file_sha256(path))
-    return PublicFeatures(source, features[sample_indices(len(features), MAX_PATCHES)], encoder)
+    return PublicFeatures(source, features[sample_indices(len(features), MAX_PATCHES)], encoder, n_slides=0)
 
 
 def _read_store(path: Path) -> PublicFeatures:
@@ -76,7 +79,7 @@ def _read_store(path: Path) -> PublicFeatures:
         bags = (store.read_bag(k).features for k in slides)
         features = np.concatenate([bag[sample_indices(len(bag), n_per_slide)] for bag in bags])
         source = ProjectionSource(name=path.name, rows=len(features), sha256=file_sha256(path))
-        return PublicFeatures(source, features, store.meta.encoder)
+        return PublicFeatures(source, features, store.meta.encoder, n_slides=len(slides))
 
 
 def _read_layout(path: Path, form: str, facts: ImportFacts, check: SourceCheck | None) -> PublicFeatures:
@@ -100,7 +103,7 @@ def _read_layout(path: Path, form: str, facts: ImportFacts, check: SourceCheck |
     encoder, features = resolve_encoder(files, facts), np.concatenate(parts)
     digest = combine_digests({file.path.name: file_sha256(file.path) for file in files})
     source = ProjectionSource(name=path.name, rows=len(features), sha256=digest)
-    return PublicFeatures(source, features, encoder, excluded)
+    return PublicFeatures(source, features, encoder, excluded, len(files))
 
 
 def combine_digests(digests: Mapping[str, str]) -> str:

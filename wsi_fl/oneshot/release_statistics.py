@@ -112,7 +112,13 @@ def _release_site(context: RunContext, repeat: bool) -> dict[str, Any]:
         work.require_presence()
         write_statistics(file, statistics)
         write_statistics(home, statistics)
-    cost = {"epsilon": ledger.epsilon(), "spent": known_copy is None, "file": study.relative_path(file)}
+    cost = {
+        "epsilon": ledger.epsilon(),
+        "lifetime_epsilon": ledger.epsilon(lifetime=True),
+        "max_epsilon": site.max_epsilon,
+        "spent": known_copy is None,
+        "file": study.relative_path(file),
+    }
     return statistics.header.model_dump() | cost
 
 
@@ -241,5 +247,8 @@ def release_lines(document: dict[str, Any]) -> Lines:
         guarantee = "no differential privacy"
         if row["epsilon"] is not None:
             guarantee = f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}"
-        yield TextLine(f"  {row['site']}: statistics of {row['n']} {row['unit']}s; {cost}: {guarantee} ({row['file']})")
+        if row["max_epsilon"] is not None and row["lifetime_epsilon"] is not None:
+            guarantee += f"; ever spent {row['lifetime_epsilon']:.2f} of {row['max_epsilon']:g}"
+        file = f"{row['file']}, digest {row['digest'][:8]}"  # as `train` shows it
+        yield TextLine(f"  {row['site']}: statistics of {row['n']} {row['unit']}s; {cost}: {guarantee} ({file})")
     yield TextLine(f"the files may be copied to the other sites' statistics/; next: {document['next'][0]}")

@@ -19,6 +19,7 @@ from wsi_fl.stages.site.site_data import SiteData
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, TargetSettings
 from wsi_fl.study.site_file import SiteFile
+from wsi_fl.system.file_names import drop_companions
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import Bags, NoCommonPlan, UsageError, Vectors, WsiFlError, encoder_differences, shorten_text
 
@@ -157,6 +158,17 @@ def load_statistics(study: Study, sites: Iterable[SiteFile]) -> dict[str, Releas
         if path.exists() and not site.is_receiver:
             statistics[site.name] = read_statistics(path, study.relative_path(path), site.name)
     return statistics
+
+
+def describe_unknown_sites(study: Study) -> list[str]:
+    """Return a line for each released file here whose site has no site file."""
+    files = drop_companions(study.root.glob("statistics/*.safetensors"))
+    return [
+        f"{study.relative_path(file)} is here, but {study.relative_path(site_path)} is not: {file.stem} is left out; "
+        "copy its site file"
+        for file in files
+        if not (site_path := study.site_path(file.stem)).exists()
+    ]
 
 
 def statistics_of(context: RunContext) -> Mapping[str, ReleasedStatistics]:

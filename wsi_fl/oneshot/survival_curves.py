@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from wsi_fl.oneshot.class_statistics import refuse_invalid_statistics
 from wsi_fl.oneshot.column_sums import StatisticsLayout
-from wsi_fl.oneshot.released_statistics import ReleasedStatistics, load_statistics
+from wsi_fl.oneshot.released_statistics import ReleasedStatistics, describe_unknown_sites, load_statistics
 from wsi_fl.report import figures
-from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable
+from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, print_message
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import TargetSettings
 from wsi_fl.system.files import write_bytes
@@ -70,6 +70,8 @@ def draw_survival(study: Study, out: Path) -> dict[str, Any]:
         UsageError: for statistics without survival of patients, or of different targets.
         WsiFlError: without statistics, or for forged ones.
     """
+    for line in describe_unknown_sites(study):
+        print_message(f"  {line}", "yellow")
     statistics = [*load_statistics(study, map(study.load_site, study.site_names())).values()]
     if not statistics:
         raise WsiFlError("no statistics/*.safetensors here; release some with `wsi-fl statistics`, or copy them here")

@@ -100,6 +100,8 @@ def _check_extras() -> str:
 
 
 def _check_mpi() -> str:
+    if launch.locate_mpiexec() is None:
+        return "none; needed only to train several sites on this machine; --backend local works without"
     command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", sys.executable, "-c", _MPI_TEST]
     try:
         process = subprocess.run(

@@ -266,9 +266,17 @@ class RowChecksums:
             ValueError: when its bytes differ from the checksum.
         """
         if not self.is_checked[row]:
-            if crc32(data) != self.values[row]:
-                raise ValueError(_CHANGED)
+            self.verify_row(row, data)
             self.is_checked[row] = True
+
+    def verify_row(self, row: int, data: Buffer) -> None:
+        """Check one row, also if it was checked before.
+
+        Raises:
+            ValueError: as for `check_row`.
+        """
+        if crc32(data) != self.values[row]:
+            raise ValueError(_CHANGED)
 
     def check_rows(self, rows: NDArray[np.int64], values: NDArray[Any], name: Callable[[int], str]) -> None:
         """Check the values [b, ...] of some rows.

@@ -127,6 +127,10 @@ class _ShardPatches:
                     raise
                 yield row
 
+    def detach(self, path: Path) -> _DetachedPatches | None:
+        """Return the same patches, read from the file at `path` without HDF5; None where their bytes are not known."""
+        return None
+
     def _read_checked(self, row: int) -> bytes:
         encoded = self._read_stored(row)
         if self.sums is not None:
@@ -151,7 +155,14 @@ class _RawPatches(_ShardPatches):
         return chunk
 
     def _decode_patch(self, encoded: bytes, out: NDArray[np.uint8]) -> None:
-        out[:] = np.frombuffer(encoded, np.uint8).reshape(self.shape)
+        _copy_pixels(encoded, out)
+
+    def detach(self, path: Path) -> _DetachedPatches | None:
+        n_bytes, chunks = math.prod(self.shape), list[tuple[int, int]]()
+        self._pixels.id.chunk_iter(lambda chunk: chunks.append((chunk.byte_offset, chunk.size)))
+        start = range(first := min(chunks)[0], first + n_bytes * len(chunks) + 1, n_bytes)
+        is_regular = chunks == [(offset, n_bytes) for offset in start[:-1]]
+        return _DetachedPatches(self, path, start, _copy_pixels) if is_regular else None
 
 
 class _StreamPatches(_ShardPatches):
@@ -175,6 +186,42 @@ class _StreamPatches(_ShardPatches):
 
     def _decode_patch(self, encoded: bytes, out: NDArray[np.uint8]) -> None:
         jpeg.decode(encoded, out)
+
+    def detach(self, path: Path) -> _DetachedPatches | None:
+        start = (self._offset or 0) + self._start
+        return None if self._offset is None else _DetachedPatches(self, path, start, jpeg.decode)
+
+
+def _copy_pixels(encoded: bytes, out: NDArray[np.uint8]) -> None:
+    out[:] = np.frombuffer(encoded, np.uint8).reshape(out.shape)
+
+
+class _DetachedPatches(_ShardPatches):
+    """The patches of a shard that was checked when it was open; its file is opened for each read, in microseconds.
+
+    Args:
+        start: n + 1 positions in the file, at which patches begin.
+        decode: of one patch.
+    """
+
+    def __init__(
+        self,
+        patches: _ShardPatches,
+        path: Path,
+        start: range | NDArray[np.int64],
+        decode: Callable[[bytes, NDArray[np.uint8]], object],
+    ) -> None:
+        super().__init__(patches.n_patches, patches.shape, patches.sums)
+        self.is_threaded, self._path, self._start, self._decode = patches.is_threaded, path, start, decode
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], positions: NDArray[np.int64]) -> None:
+        with self._path.open("rb", buffering=0) as file:
+            for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
+                first, last = int(self._start[row]), int(self._start[row + 1])
+                encoded = os.pread(file.fileno(), last - first, first)
+                if self.sums is not None:  # each time: the file may be another one by now
+                    self.sums.verify_row(row, encoded)
+                self._decode(encoded, out[position])
 
 
 class _ReferencePatches(_ShardPatches):
@@ -249,6 +296,7 @@ class PatchStore(StoreFile):
         self.slides = [*self._rows]
         self.shard_sums = dict(zip(self.slides, file[SHARDS][:].tolist(), strict=True))
         self._shards: OrderedDict[str, tuple[h5py.Group, _ShardPatches]] = OrderedDict()
+        self._detached: dict[str, _DetachedPatches] = {}
         self._sums: dict[str, RowChecksums] = {}
         self._most_open = max(1, min(_MAX_OPEN_SHARDS, max_open_files() // 8))
         self._lock = Lock()
@@ -343,7 +391,7 @@ class PatchStore(StoreFile):
     def _load_shard(self, slide: str) -> tuple[h5py.Group, _ShardPatches]:
         if slide not in self._shards:
             if len(self._shards) >= self._most_open:
-                self._shards.popitem(last=False)
+                self._close_oldest_shard()
             try:
                 group = self._open_shard_group(slide)
                 try:
@@ -364,6 +412,17 @@ class PatchStore(StoreFile):
                 self._sums[slide] = rows.sums
         self._shards.move_to_end(slide)
         return self._shards[slide]
+
+    def _close_oldest_shard(self) -> None:
+        slide, (group, patches) = self._shards.popitem(last=False)
+        if slide not in self._detached and (detached := patches.detach(Path(group.file.filename))):
+            self._detached[slide] = detached
+
+    def _find_patches(self, slide: str) -> _ShardPatches:
+        """Return the patches of a slide, of a checked shard without opening it again: to open costs a hundred reads."""
+        if slide in self._detached and slide not in self._shards:
+            return self._detached[slide]
+        return self._load_shard(slide)[1]
 
     def _open_shard_group(self, slide: str) -> h5py.Group:
         """Open a shard by the link's own path: HDF5 also searches the current folder, maybe another site's."""
@@ -402,13 +461,13 @@ class PatchStore(StoreFile):
         """
         size, (codes, names) = self.meta.spec.size_px, self.names["slide"]
         with self._lock:
-            channels = self._load_shard(str(names[codes[rows[0]]]))[1].shape[-1] if len(rows) else 3
+            channels = self._find_patches(str(names[codes[rows[0]]])).shape[-1] if len(rows) else 3
             out: NDArray[np.uint8] = _BATCH_BUFFERS.empty((len(rows), size, size, channels), np.uint8)
             futures: list[Future[None]] = []
             try:
                 slides, slide_index = np.unique(codes[rows], return_inverse=True)
                 for number, slide in enumerate(names[slides].tolist()):
-                    positions, patches = np.flatnonzero(slide_index == number), self._load_shard(slide)[1]
+                    positions, patches = np.flatnonzero(slide_index == number), self._find_patches(slide)
                     step = _ROWS_PER_TASK if patches.is_threaded else len(positions)
                     for part in (positions[k : k + step] for k in range(0, len(positions), step)):
                         work = (slide, patches, rows[part], out, part)

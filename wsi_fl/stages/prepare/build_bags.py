@@ -30,7 +30,7 @@ from wsi_fl.stages.prepare.bag_builder import BagBuilder, SelectedPatches
 from wsi_fl.stages.prepare.slide_lists import BagsDocument, BagsRow, Outcome, PartRow, Scope, SlideList
 from wsi_fl.stages.prepare.tile_plans import build_tissue_params
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, Watcher, print_message, render_speed_lines
-from wsi_fl.stages.runtime.hints import next_command, pipeline_method
+from wsi_fl.stages.runtime.hints import join_commands
 from wsi_fl.stages.runtime.rank_job import Part, RankJob
 from wsi_fl.stages.site.encoders import load_encoder
 from wsi_fl.stages.site.site_data import open_store
@@ -47,6 +47,8 @@ _PREFETCH_THREADS = 4
 """Slides planned while another is encoded; each needs some hundred megabytes for its tissue mask."""
 _READ_BATCH = 32
 """Patches of a store read at a time."""
+_LINEAR_HEADS = ("model.private=linear_head", "model.proxy=linear_head")
+"""What a pipeline for pixels needs, to train on features."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,7 @@ def make_mosaics(
     document = _build_all_stores(list_builders, watcher, part)
     if document:
         document["copies"] = describe_shared(scans)
-        document["next"] = [] if document["parts"] else slide_lists.next_commands(study, **scope)
+        document["next"] = [] if document["parts"] else slide_lists.next_commands(study, "mosaics", **scope)
     return document
 
 
@@ -287,18 +289,10 @@ def make_features(
 
     document = _build_all_stores(list_builders, watcher, part)
     if document:
-        document["next"] = [] if document["parts"] else [_features_command(study, **scope)]
+        document["next"] = (
+            [] if document["parts"] else slide_lists.next_commands(study, "features", _LINEAR_HEADS, **scope)
+        )
     return document
-
-
-def _features_command(study: Study, **scope: Unpack[Scope]) -> str:
-    """Return the training command for features: of linear heads, where the pipeline is not for features."""
-    pipeline_name, overrides = scope.get("pipeline_name"), scope.get("overrides", ())
-    pipeline, _ = slide_lists.select_sites(study, **scope)
-    heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
-    required_settings = [] if pipeline.train.data == "features" else heads
-    command = f"train --method {pipeline_method(study, pipeline_name)}" if not required_settings else "train"
-    return next_command(command, pipeline_name, overrides, required_settings)
 
 
 def _build_all_stores(
@@ -329,4 +323,5 @@ def render_feature_lines(document: BagsDocument) -> Lines:
     yield from render_speed_lines(document["speed"])
     first = document["sites"][0]
     yield TextLine(f"{first['n_features']} features of every patch ready ({first['encoder']})")
-    yield from (TextLine(f"next: {command}") for command in document.get("next", ()))
+    if document.get("next"):
+        yield TextLine(f"next: {join_commands(document['next'])}")

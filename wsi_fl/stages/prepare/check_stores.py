@@ -12,7 +12,7 @@ from typing import TypedDict, Unpack
 
 from wsi_fl.plugins import load_entries
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared
-from wsi_fl.stages.prepare.slide_lists import Scope, render_copy_lines, select_sites
+from wsi_fl.stages.prepare.slide_lists import Scope, name_scope, render_copy_lines, select_sites
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, TextTable, Watcher
 from wsi_fl.stages.site.site_data import list_scans, open_bags, open_store
 from wsi_fl.stores.bag_shards import read_bag_shard
@@ -62,10 +62,9 @@ def check_sites(study: Study, *, watcher: Watcher | None = None, **scope: Unpack
     scans: dict[str, list[Scan]] = {}
     rows = [_check_site(study, pipeline, site.name, watcher or SilentProgress(), scans) for site in sites]
     if not any(row["read"] for row in rows):
-        sites_option = "--all" if scope["site"] is None else f"--site {scope['site']}"
         has_slides = any(site.slides is not None for site in sites)
         command = (
-            f"`wsi-fl tile {sites_option}`"
+            f"`wsi-fl tile {name_scope(scope)}`"
             if has_slides
             else "`wsi-fl import` for features, `wsi-fl partition` for images"
         )
@@ -175,7 +174,7 @@ def render_check_lines(document: _CheckDocument) -> Lines:
     """Yield a table with a row per site, and a line for each damage."""
     sites = document["sites"]
     rows = [[row["site"], row["read"], len(row["damaged"]), f"{row['seconds']:.1f}"] for row in sites]
-    yield TextTable("check", ["site", "read", "damaged", "s"], rows)
+    yield TextTable("check", ["site", "slides and files read", "damaged", "s"], rows)
     yield from (TextLine(f"  {line}", "bold red") for row in sites for line in row["damaged"])
     yield from (TextLine(f"  {line}", "bold yellow") for row in sites for line in row["unavailable"])
     yield from render_copy_lines(document)

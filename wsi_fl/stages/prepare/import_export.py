@@ -141,7 +141,7 @@ def import_features(
         n_slides=len(table_rows.records) + len(table_rows.excluded),
     )
     row["seconds"] = time.perf_counter() - start
-    return {"sites": [row], "next": slide_lists.next_commands(study, **scope)}
+    return {"sites": [row], "next": slide_lists.next_commands(study, "mosaics", form=form, **scope)}
 
 
 _GOLDEN_NOTES = (

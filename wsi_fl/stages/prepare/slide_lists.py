@@ -7,14 +7,15 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NotRequired, Required, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, NotRequired, Required, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
+from wsi_fl.federation.methods import DEFAULT_METHOD, LOCAL_METHOD, METHODS
 from wsi_fl.slides.layouts import Sources, read_site
 from wsi_fl.slides.patching.slide_survey import digest_mask
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, build_site_table, render_speed_lines
-from wsi_fl.stages.runtime.hints import next_command
+from wsi_fl.stages.runtime.hints import join_commands, list_release_commands, next_command, pipeline_method
 from wsi_fl.stages.runtime.rank_job import RankJob
 from wsi_fl.stages.runtime.slide_work import SlideWork, Watch, describe_parts
 from wsi_fl.stages.site.slide_files import resolve_patterns
@@ -364,13 +365,47 @@ def build_mosaic_row(
     }
 
 
-def next_commands(study: Study, **scope: Unpack[Scope]) -> list[str]:
-    """Return the training command for mosaics; none where no site has labels."""
+def name_scope(scope: Scope) -> str:
+    """Return the option that selects the sites of a scope."""
+    return "--all" if scope["site"] is None else f"--site {scope['site']}"
+
+
+def next_commands(
+    study: Study,
+    data: Literal["patches", "features", "mosaics"],
+    settings: Sequence[str] = (),
+    *,
+    form: str = "",
+    **scope: Unpack[Scope],
+) -> list[str]:
+    """Return the commands between the stores of a scope and a trained model; none where no site has labels.
+
+    A real hospital releases class statistics where the pipeline's method does, and approves a plan otherwise: a run of
+    its own would spend its budget and send nothing.
+
+    Args:
+        data: what the stores hold.
+        settings: what a pipeline for other data needs, to train on these.
+        form: another tool's features, as of `import --format`.
+    """
     pipeline, sites = select_sites(study, **scope)
-    is_override = any(override.startswith("train.data=") for override in scope.get("overrides", ()))
-    required = [] if pipeline.train.data == "mosaics" and not is_override else ["train.data=mosaics"]
-    command = next_command("train", scope.get("pipeline_name"), scope.get("overrides", ()), required)
-    return [] if all(site.is_receiver for site in sites) else [command]
+    if all(site.is_receiver for site in sites):
+        return []
+    pipeline_name, overrides = scope.get("pipeline_name"), scope.get("overrides", ())
+    is_made_for = pipeline.train.data == data
+    required = [] if is_made_for else [f"train.data={data}", *settings]
+    method = pipeline_method(study, pipeline_name) if is_made_for else DEFAULT_METHOD
+    real_sites = [site for site in sites if site.real and not site.is_receiver]
+    is_only_site = len(study.site_names()) == 1
+    if real_sites and method in METHODS and METHODS[method].payload.is_single_release:
+        needs_projection = isinstance(pipeline.model.projection, int)
+        return list_release_commands(
+            name_scope(scope), pipeline_name, overrides, form=form, needs_projection=needs_projection
+        )
+    if real_sites and is_only_site:  # one site of a federation
+        return ["wsi-fl federation approve PLAN --kit KIT"]
+    method = LOCAL_METHOD if is_only_site else method
+    return [next_command(f"train --method {method}", pipeline_name, overrides, required)]
 
 
 def first_failure(failed: Sequence[ExcludedSlide]) -> str:
@@ -386,15 +421,16 @@ def render_mosaic_lines(document: BagsDocument) -> Lines:
         return
     names = dict.fromkeys(name for row in rows for name in row["classes"])
     classes = [[name, *(row["classes"].get(name, 0) for row in rows)] for name in names]
-    splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]
-    yield build_sum_table("mosaics", rows, [*classes, None, *splits])
+    splits = [[f"{key} slides", *(row[key] for row in rows)] for key in ("train", "test")]
+    sums = [[key, *(row[key] for row in rows)] for key in ("patients", "patches")]
+    yield build_sum_table("slides by class", rows, [*classes, None, *splits, None, *sums])
     yield from render_excluded_lines(rows, "slide")
     yield from render_copy_lines(document)
     yield from render_speed_lines(document.get("speed", ()))
     stores = ", ".join(row["store"] for row in rows)
     slides, patients = (sum(row[key] for row in rows) for key in ("bags", "patients"))
     ready = f"mosaics ready: {slides} slides of {patients} patients ({stores}; {rows[0]['encoder']})"
-    yield TextLine("; next: ".join([ready, *document["next"]]))
+    yield TextLine("; next: ".join(filter(None, (ready, join_commands(document["next"])))))
 
 
 def build_sum_table(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> TextTable:

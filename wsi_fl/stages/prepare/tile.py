@@ -21,7 +21,6 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.federation.methods import LOCAL_METHOD
 from wsi_fl.slides.patching.artifacts import KINDS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared, drop_leaks, list_scans
 from wsi_fl.slides.patching.splits import assign_splits
@@ -30,7 +29,7 @@ from wsi_fl.stages.prepare.slide_lists import Outcome, PartRow, Scope, SlideList
 from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_slides, select_patches
 from wsi_fl.stages.prepare.write_shards import ShardWriter
 from wsi_fl.stages.runtime.console import Lines, TextLine, Watcher, print_message
-from wsi_fl.stages.runtime.hints import next_command, pipeline_method
+from wsi_fl.stages.runtime.hints import join_commands, next_command
 from wsi_fl.stages.runtime.rank_job import Part, RankJob
 from wsi_fl.stages.runtime.slide_work import SlideWork, join_slide_work
 from wsi_fl.stores.fields import StoreMeta
@@ -118,13 +117,9 @@ def tile_slides(
 def _next_steps(study: Study, slides: SlideList, **scope: Unpack[Scope]) -> list[str]:
     """Return the commands between stores and a trained model, with the options of this command."""
     options: tuple[str | None, Sequence[str]] = scope.get("pipeline_name"), scope.get("overrides", ())
-    sites_option = "--all" if scope["site"] is None else f"--site {scope['site']}"
-    steps = [next_command(f"features {sites_option}", *options)] if slides.pipeline.train.data == "features" else []
-    is_only_site = len(study.site_names()) == 1
-    if slides.site.real and is_only_site:  # one site of a federation
-        return [*steps, "wsi-fl federation approve PLAN --kit KIT"]
-    method = LOCAL_METHOD if is_only_site else pipeline_method(study, options[0])
-    return [*steps, next_command(f"train --method {method}", *options)]
+    features = next_command(f"features {slide_lists.name_scope(scope)}", *options)
+    steps = [features] if slides.pipeline.train.data == "features" else []
+    return [*steps, *slide_lists.next_commands(study, slides.pipeline.train.data, **scope)]
 
 
 def _tile_site(
@@ -354,7 +349,7 @@ def render_tile_lines(document: _TileDocument) -> Lines:
         yield TextLine(f"not ready ({', '.join(unready)}); see the excluded slides, then run `wsi-fl tile` again")
         return
     stores = ", ".join(row["store"] for row in rows)
-    yield TextLine(f"stores ready ({stores}); next: {' && '.join(document['next'])}")
+    yield TextLine("; next: ".join(filter(None, (f"stores ready ({stores})", join_commands(document["next"])))))
 
 
 def render_quality_lines(row: _TileRow) -> Lines:

@@ -72,11 +72,16 @@ class NestedProgress:
 
 
 class ProgressBars(SilentProgress):
-    """One bar per part on a terminal; elsewhere one line over all parts every five seconds."""
+    """One bar per part on a terminal; elsewhere one line over all parts every five seconds.
 
-    def __init__(self, title: str) -> None:
+    Args:
+        preparation: what is done before the first update.
+    """
+
+    def __init__(self, title: str, preparation: str = "") -> None:
         super().__init__()
         self.title = title
+        self._preparation = f" ({preparation})" if preparation else ""
         self._is_live = stderr.is_terminal
         self._bars = Progress(
             TextColumn("[bold]{task.description}"),
@@ -133,7 +138,7 @@ class ProgressBars(SilentProgress):
     def _format_progress(self) -> str:
         state, elapsed = self._state.copy(), time.monotonic() - self._start_time
         if not state:
-            return f"{self.title}: preparing, {elapsed:.0f} s so far"
+            return f"{self.title}: preparing{self._preparation}, {elapsed:.0f} s so far"
         done = sum(min(d, t) for d, t, _ in state.values())
         total = sum(t for _, t, _ in state.values())
         share = done / total if total else 0.0

@@ -10,9 +10,11 @@ from wsi_fl.federation.methods import DEFAULT_METHOD
 from wsi_fl.stages.runtime.console import TextLine
 from wsi_fl.study.folder import Study
 
-_METHOD = re.compile(r"\bwsi-fl train --method (\w+)")
+_METHOD = re.compile(r"\bwsi-fl train --method ([\w-]+)")
 _PIPELINE_OPTION = re.compile(r"--pipeline \S+")
 _MAX_NAMED_PIPELINES = 3
+_SPENDING_COMMAND = "wsi-fl statistics "
+_SPENDING_NOTE = "`statistics` spends ε of the budget, once; `wsi-fl train --method oneshot --dry-run` says how much"
 
 
 def next_command(
@@ -45,6 +47,33 @@ def pipeline_method(study: Study, pipeline_name: str | None) -> str:
     """Return the method in the first line of a pipeline's file, or the default one."""
     match = _METHOD.search(study.read_header(study.pipeline_name(pipeline_name)))
     return match[1] if match else DEFAULT_METHOD
+
+
+def list_release_commands(
+    sites_option: str, pipeline_name: str | None, overrides: Sequence[str], *, form: str = "", needs_projection: bool
+) -> list[str]:
+    """Return the commands of a real hospital that releases class statistics: a projection, then `statistics`.
+
+    Args:
+        form: another tool's features, as of `import --format`; "" for slides.
+        needs_projection: whether the settings name no file yet.
+    """
+    if not needs_projection:
+        return [next_command(f"statistics {sites_option}", pipeline_name, overrides)]
+    projection = next_command(f"projection{f' --format {form}' if form else ''} --from PUBLIC", pipeline_name)
+    file = ["model.projection=projection.safetensors"]
+    return [projection, next_command(f"statistics {sites_option}", pipeline_name, overrides, file)]
+
+
+def join_commands(commands: Sequence[str]) -> str:
+    """Return the next commands as one for a shell, with a note where the last one spends ε.
+
+    Example:
+        >>> join_commands(["wsi-fl features --all", "wsi-fl train --method regular"])
+        'wsi-fl features --all && wsi-fl train --method regular'
+    """
+    note = f" ({_SPENDING_NOTE})" if commands and commands[-1].startswith(_SPENDING_COMMAND) else ""
+    return " && ".join(commands) + note
 
 
 def partition_hint(study: Study) -> TextLine:

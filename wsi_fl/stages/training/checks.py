@@ -9,7 +9,7 @@ from typing import Any
 from wsi_fl import __version__
 from wsi_fl.data.augmentation import check_augmentation
 from wsi_fl.data.cohort import Cohort
-from wsi_fl.federation.methods import FILES, Method, list_names
+from wsi_fl.federation.methods import FILES, LOCAL_METHOD, Method, list_names
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, find_topology, list_hops, read_graph, star
 from wsi_fl.plugins import PAYLOAD_MODELS
 from wsi_fl.slides.patching.scan_copies import Scan, describe_copies, describe_shared
@@ -43,10 +43,12 @@ def collect_versions() -> dict[str, str]:
     return {"wsi_fl": __version__} | {name: version(name) for name in names}
 
 
-def check_run(context: RunContext, backend: str, *, stores: bool = True, is_reported: bool = False) -> None:
+def check_run(
+    context: RunContext, backend: str, *, stores: bool = True, is_reported: bool = False, is_preview: bool = False
+) -> None:
     """Refuse errors that are detectable before the start, with `stores` also of stores and statistics here.
 
-    Doubts are reported, unless `is_reported` already.
+    Doubts are reported, unless `is_reported` already. A preview charges nothing, so a real site may ask for one alone.
     """
     row, pipeline, sites = context.method, context.pipeline, context.sites
     graph = build_graph(context.study, pipeline, context.names) or row.build_graph(pipeline.train.seed)
@@ -54,6 +56,8 @@ def check_run(context: RunContext, backend: str, *, stores: bool = True, is_repo
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     if refusal := find_clash(pipeline, list_traits(row)):
         raise UsageError(refusal)
+    if not is_preview:
+        _require_partner(context)
     if context.kind.is_images:
         check_augmentation(pipeline.train.augment)
     min_sites = pipeline.train.min_sites
@@ -124,6 +128,19 @@ def _find_doubt(context: RunContext, site: SiteFile, cohort: Cohort) -> str:
     if (delta := site.delta or privacy.delta) * n >= 1:
         return f"site {site.name}: δ = {delta:g} is not below 1/{n}, so one of its {privacy.unit}s might be published"
     return ""
+
+
+def _require_partner(context: RunContext) -> None:
+    """Refuse an exchange of a real site with nobody, which would spend its budget for nothing."""
+    if len(context.sites) > 1 or not context.method.has_exchange or not all(site.real for site in context.sites):
+        return
+    (site,) = context.sites
+    raise UsageError(
+        f"{context.name} would spend the budget of {site.name}, which takes part alone, and send nothing; release "
+        f"class statistics (wsi-fl statistics --site {site.name}), train its own model, which never leaves (--method "
+        f"{LOCAL_METHOD} --set privacy.enabled=false), or approve a plan of several hospitals (wsi-fl federation "
+        "approve PLAN --kit KIT)"
+    )
 
 
 def _check_disclosures(context: RunContext) -> None:

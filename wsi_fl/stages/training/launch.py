@@ -80,10 +80,15 @@ class SitesLost(Exception):
         """Site → reason."""
 
 
-def find_mpiexec() -> str:
-    """Return mpiexec beside this Python, or on PATH; WsiFlError, with a hint to install it, when there is none."""
+def locate_mpiexec() -> str | None:
+    """Return mpiexec beside this Python, or on PATH; None where there is none."""
     sibling = Path(sys.executable).parent / "mpiexec"
-    path = str(sibling) if sibling.is_file() else shutil.which("mpiexec")
+    return str(sibling) if sibling.is_file() else shutil.which("mpiexec")
+
+
+def find_mpiexec() -> str:
+    """Return mpiexec as `locate_mpiexec` does; WsiFlError, with a hint to install it, when there is none."""
+    path = locate_mpiexec()
     if path is None:
         raise WsiFlError(f"no MPI: mpiexec was not found; {describe_install('mpi')}; or train with --backend local")
     return path

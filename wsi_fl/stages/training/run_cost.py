@@ -108,7 +108,7 @@ def dry_run(
             RunContext.create(study, pipeline, method, RunFolder(Path(folder) / "dry-run")), in_memory_bytes=0
         ) as context,
     ):
-        check_run(context, backend)
+        check_run(context, backend, is_preview=True)
         report_doubts(context)
         assembled = [build_site(context, index) for index in context.running_locally]
         documents = [build_preflight(site, context) for site in assembled]

@@ -188,6 +188,7 @@ def train_pipeline(
 ) -> Summary:
     """Start the ranks of the unfinished run of a pipeline or of a new one, or run it in this process; see `train`."""
     context = RunContext.create(study, pipeline, method)
+    backend = _select_backend(context, backend)
     check_run(context, backend)
     report_doubts(context, stores=not is_reported)
     if backend == "mpi":
@@ -225,6 +226,8 @@ def _continue_run(
         return finished
     if ranks is not None:
         _check_ranks(ranks, context)
+    else:
+        backend = _select_backend(context, backend)
     check_run(context, backend, stores=ranks is None, is_reported=is_reported)
     note_participants(context, request)
     if ranks is not None:
@@ -232,6 +235,16 @@ def _continue_run(
 
         return run_launched_rank(context, request)
     return _start_run(context, backend, watcher)
+
+
+def _select_backend(context: RunContext, backend: str) -> str:
+    """Return "local" in place of "mpi" where ranks would exchange nothing: for one site, or sites that meet in files.
+
+    Stores of several real hospitals stay in processes of their own.
+    """
+    meets_in_files = context.uses_files and all(site.allows("patches") for site in context.sites)
+    needs_ranks = len(context.local_names) > 1 and not meets_in_files
+    return "local" if backend == "mpi" and not needs_ranks else backend
 
 
 def _check_ranks(ranks: int, context: RunContext) -> None:
