@@ -182,6 +182,7 @@ def test_a_store_of_an_older_version_with_a_leaking_test_set_is_reported(tmp_pat
     assert "(patient p) and b" in "".join(one.text for one in render_check_lines(checked) if isinstance(one, TextLine))
 
 
+@pytest.mark.usefixtures("lone_exchange")
 def test_duplicates_of_a_real_hospital_are_reported_in_its_local_log_only(tmp_path):
     study = features_study(tmp_path / "study", "A")
     bags = {f"s{k}": (f"p{k}", draw_features(k)) for k in range(8)} | {"again": ("other", draw_features(2))}

@@ -354,12 +354,12 @@ def test_names_that_repeat_take_four_bytes_a_row_and_keep_their_array(names, wid
     with h5py.File(tmp_path / "names.h5", "w") as file:
         file["slide"] = np.array([name.encode() for name in names], h5py.string_dtype("utf-8", width))
         texts, column = fields.read_texts(file, "slide"), fields.read_name_column(file, "slide")
-    assert column.expand().tolist() == names and column.expand().dtype == texts.dtype
+    assert column.expand_names().tolist() == names and column.expand_names().dtype == texts.dtype
     assert column.codes.nbytes == 4 * len(names) and len(column.names) == len({*names})
     again = fields.encode_names(texts)
     assert np.array_equal(again.codes, column.codes) and np.array_equal(again.names, column.names)
     counts = np.arange(len(names))
-    assert column.repeat(counts).expand().tolist() == np.repeat(texts, counts).tolist()
+    assert column.repeat_rows(counts).expand_names().tolist() == np.repeat(texts, counts).tolist()
 
 
 def test_the_digest_of_a_store_is_that_of_its_whole_columns(tmp_path, monkeypatch):

@@ -99,7 +99,7 @@ def test_a_name_with_an_underscore_is_no_number(tmp_path, text):
     refused(lambda: read(archive(tmp_path, table)), "line 2", f"mpp is '{text}'")
     table = tmp_path / "features.csv"
     table.write_text(f"label,f0\nx,{text}\n")
-    refused(lambda: read_columns(table), "numbers")
+    refused(lambda: read_columns(table), "is no number")
 
 
 CBIOPORTAL = "#Patient Identifier\tSlide\n#Who it is\tIts file\n#STRING\tSTRING\n#1\t1\n"

@@ -57,7 +57,7 @@ class PrivacyUnits:
         return bool((np.diff(self.of_row) > 0).all())
 
     @cached_property
-    def with_rows(self) -> NDArray[np.int64]:
+    def nonempty_units(self) -> NDArray[np.int64]:
         """The units that have a row, in ascending order."""
         if self._has_single_rows:
             return self.of_row
@@ -77,8 +77,8 @@ class PrivacyUnits:
 
     def epoch_batches(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
         """Yield the rows of the batches of `epochs` shuffled passes over the units with rows, without privacy."""
-        for chosen in draw_epoch_rows(len(self.with_rows), batch_size, epochs, sampler=sampler):
-            yield self.draw_rows(self.with_rows[chosen], sampler)
+        for chosen in draw_epoch_rows(len(self.nonempty_units), batch_size, epochs, sampler=sampler):
+            yield self.draw_rows(self.nonempty_units[chosen], sampler)
 
     def attach_units(
         self, batches: Iterator[tuple[Tensor, Tensor]], rows: list[NDArray[np.int64]], device: torch.device

@@ -246,7 +246,7 @@ class _PatchSearch:
                 if store.meta.site == self.header.site:
                     raise UsageError(f"{path}: patches of site {store.meta.site} itself; take public ones")
                 rows, spec = sample_indices(len(store), MAX_PATCHES), store.meta.spec
-                slides, corners = store.names["slide"].expand(rows).tolist(), store.xy_l0[rows]
+                slides, corners = store.names["slide"].expand_names(rows).tolist(), store.xy_l0[rows]
                 pixels = store.read(rows)
         else:
             corners, batches = read_slide_patches(self.study, self.pipeline, path, mpp)

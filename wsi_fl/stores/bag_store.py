@@ -305,7 +305,7 @@ class BagStore(StoreFile):
         """Return the names of all n patches: their own, or those of their slides."""
         if name in _PATCH_DATASETS and self.has_patch_labels:
             return read_name_column(self._file, _PATCH_DATASETS[name])
-        return encode_names(getattr(self.table, name)).repeat(self.bag_sizes)
+        return encode_names(getattr(self.table, name)).repeat_rows(self.bag_sizes)
 
     @cached_property
     def patch_names(self) -> dict[str, NameColumn]:
@@ -327,7 +327,7 @@ class BagStore(StoreFile):
     @cached_property
     def patch_table(self) -> PatchTable:
         """Return the columns of all n patches, with labels, patients and splits of slides where patches have none."""
-        n, names = len(self.patch_label), {name: self.patch_names[name].expand() for name in _TEXTS[:3]}
+        n, names = len(self.patch_label), {name: self.patch_names[name].expand_names() for name in _TEXTS[:3]}
         tumor = self._file["tumor_fraction"][:] if self.has_patch_labels else np.full(n, np.nan, np.float32)
         return PatchTable(self.xy_l0, self.patch_label, tumor, **names)
 

@@ -97,7 +97,7 @@ class NameColumn(NamedTuple):
     codes: NDArray[np.int32]
     names: NDArray[np.str_]
 
-    def expand(self, rows: slice | NDArray[np.int64] = slice(None)) -> NDArray[np.str_]:
+    def expand_names(self, rows: slice | NDArray[np.int64] = slice(None)) -> NDArray[np.str_]:
         """Return the names str[n] of the rows: four bytes for each character."""
         return np.asarray(self.names[self.codes[rows]], np.str_)
 
@@ -108,7 +108,7 @@ class NameColumn(NamedTuple):
         first[self.codes[starts[::-1]]] = starts[::-1]
         return first, np.bincount(self.codes, minlength=len(self.names))
 
-    def repeat(self, counts: NDArray[np.int64]) -> NameColumn:
+    def repeat_rows(self, counts: NDArray[np.int64]) -> NameColumn:
         """Return the column with each row so many times."""
         return self._replace(codes=np.repeat(self.codes, counts))
 

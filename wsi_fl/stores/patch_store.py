@@ -127,7 +127,7 @@ class _ShardPatches:
                     raise
                 yield row
 
-    def detach(self, path: Path) -> _DetachedPatches | None:
+    def detach_patches(self, path: Path) -> _DetachedPatches | None:
         """Return the same patches, read from the file at `path` without HDF5; None where their bytes are not known."""
         return None
 
@@ -157,7 +157,7 @@ class _RawPatches(_ShardPatches):
     def _decode_patch(self, encoded: bytes, out: NDArray[np.uint8]) -> None:
         _copy_pixels(encoded, out)
 
-    def detach(self, path: Path) -> _DetachedPatches | None:
+    def detach_patches(self, path: Path) -> _DetachedPatches | None:
         n_bytes, chunks = math.prod(self.shape), list[tuple[int, int]]()
         self._pixels.id.chunk_iter(lambda chunk: chunks.append((chunk.byte_offset, chunk.size)))
         start = range(first := min(chunks)[0], first + n_bytes * len(chunks) + 1, n_bytes)
@@ -187,7 +187,7 @@ class _StreamPatches(_ShardPatches):
     def _decode_patch(self, encoded: bytes, out: NDArray[np.uint8]) -> None:
         jpeg.decode(encoded, out)
 
-    def detach(self, path: Path) -> _DetachedPatches | None:
+    def detach_patches(self, path: Path) -> _DetachedPatches | None:
         start = (self._offset or 0) + self._start
         return None if self._offset is None else _DetachedPatches(self, path, start, jpeg.decode)
 
@@ -214,14 +214,16 @@ class _DetachedPatches(_ShardPatches):
         super().__init__(patches.n_patches, patches.shape, patches.sums)
         self.is_threaded, self._path, self._start, self._decode = patches.is_threaded, path, start, decode
 
-    def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], positions: NDArray[np.int64]) -> None:
+    def _read_checked(self, row: int) -> bytes:
+        first, last = int(self._start[row]), int(self._start[row + 1])
         with self._path.open("rb", buffering=0) as file:
-            for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
-                first, last = int(self._start[row]), int(self._start[row + 1])
-                encoded = os.pread(file.fileno(), last - first, first)
-                if self.sums is not None:  # each time: the file may be another one by now
-                    self.sums.verify_row(row, encoded)
-                self._decode(encoded, out[position])
+            encoded = os.pread(file.fileno(), last - first, first)
+        if self.sums is not None:  # each time: the file may be another one by now
+            self.sums.verify_row(row, encoded)
+        return encoded
+
+    def _decode_patch(self, encoded: bytes, out: NDArray[np.uint8]) -> None:
+        self._decode(encoded, out)
 
 
 class _ReferencePatches(_ShardPatches):
@@ -312,7 +314,7 @@ class PatchStore(StoreFile):
 
     def take_table(self, rows: slice) -> PatchTable:
         """Return the columns of some rows."""
-        names = {name: column.expand(rows) for name, column in self.names.items()}
+        names = {name: column.expand_names(rows) for name, column in self.names.items()}
         return PatchTable(self.xy_l0[rows], self.label[rows], self.tumor_fraction[rows], **names)
 
     def close(self) -> None:
@@ -415,7 +417,7 @@ class PatchStore(StoreFile):
 
     def _close_oldest_shard(self) -> None:
         slide, (group, patches) = self._shards.popitem(last=False)
-        if slide not in self._detached and (detached := patches.detach(Path(group.file.filename))):
+        if slide not in self._detached and (detached := patches.detach_patches(Path(group.file.filename))):
             self._detached[slide] = detached
 
     def _find_patches(self, slide: str) -> _ShardPatches:

@@ -115,8 +115,8 @@ def _draw_tissue(picture: Image.Image, mask: NDArray[np.bool_]) -> None:
     image = Image.fromarray(mask.astype(np.uint8) * 255).resize(picture.size, Image.Resampling.BILINEAR)
     is_tissue = np.asarray(image) > 127
     edge = np.zeros_like(is_tissue)
-    for inside, line in ((is_tissue, edge), (is_tissue.T, edge.T)):
-        changes = inside[1:] != inside[:-1]
+    for region, line in ((is_tissue, edge), (is_tissue.T, edge.T)):
+        changes = region[1:] != region[:-1]
         line[1:] |= changes
         line[:-1] |= changes
     picture.paste(_TISSUE_COLOR, mask=Image.fromarray(edge))

@@ -387,7 +387,7 @@ def list_scans(store: PatchStore | BagStore) -> list[Scan]:
         store.names[key] if isinstance(store, PatchStore) else encode_names(getattr(store.table, key)) for key in keys
     ]
     rows = np.sort(columns[0].find_rows()[0])
-    names, marks = [column.expand(rows).tolist() for column in columns], store.compute_marks()
+    names, marks = [column.expand_names(rows).tolist() for column in columns], store.compute_marks()
     return [
         Scan(store.meta.site, slide, patient, split, marks[slide])
         for slide, patient, split in zip(*names, strict=True)
@@ -419,7 +419,7 @@ def _hash_columns(content: NDArray[Any], truth: NDArray[Any], *names: NameColumn
     for column in (content, label, *names):
         if isinstance(column, NameColumn):
             for start in range(0, len(column.codes), _HASHED_ROWS):
-                digest.update(column.expand(slice(start, start + _HASHED_ROWS)).tobytes())
+                digest.update(column.expand_names(slice(start, start + _HASHED_ROWS)).tobytes())
         else:
             digest.update(np.ascontiguousarray(column).view(np.uint8).data)
     if label is not truth and (remainder := truth - label).any():

@@ -140,7 +140,7 @@ class _SiteSteps:
 
     def __init__(self, site: Site, context: RunContext) -> None:
         self.site, self._context, self._stream = site, context, CipherStream.from_entropy()
-        self._units = site.units.with_rows[: batch_size_of(site, context)]
+        self._units = site.units.nonempty_units[: batch_size_of(site, context)]
         self.n_units = len(self._units)
         self._rows = site.units.draw_rows(self._units, self._stream)
         self.n_rows, self._examples = len(self._rows), site.training_examples()[self._rows]
