@@ -304,6 +304,7 @@ def test_class_statistics_must_state_their_noise(variance, noisy):
     assert find_range_problem(vector, 2, is_noisy=noisy) == ""
 
 
+@pytest.mark.usefixtures("lone_exchange")
 def test_a_real_hospital_is_charged_for_life_and_a_dry_run_is_free(study):
     make_real(study)
     only = ["sites=['S0']", "privacy.target_epsilon=1"]

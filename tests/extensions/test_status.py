@@ -139,6 +139,7 @@ def test_a_failed_job_is_shown_with_who_repairs_it_and_how_it_resumes():
     assert steps(replace(facts, over="folder"))[1] == f"everybody: start; to start again is always right: {START}"
 
 
+@pytest.mark.usefixtures("lone_exchange")
 def test_a_withdrawn_hospital_is_shown_as_withdrawn_and_has_no_steps(founded, tmp_path):
     folder = shutil.copytree(founded[0], tmp_path / "founded")
     for file in folder.glob("kits/*/federation.json"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -117,7 +118,7 @@ def build_projection(
     projection = fit_projection(x, origin, n_dimensions or N_PUBLIC)
     write_projection(out, projection)
     file = study.relative_path(out.resolve())
-    real_sites = [name for name in study.site_names() if study.load_site(name).real]
+    real_sites = [name for name in study.site_names() if _is_real(study, name)]
     step = f"statistics --site {real_sites[0]}" if len(real_sites) == 1 else "train --method oneshot"
     command = next_command(step, pipeline_name, overrides, [f"model.projection={file}"])
     return {
@@ -238,6 +239,12 @@ def _require_one_encoder(parts: Sequence[PublicFeatures], study_encoders: Mappin
         if any(encoder_differences([encoder, label])):
             raise UsageError(f"{name}: features of {encoder}, but those of {other} are of {label}; take one encoder")
     return encoder
+
+
+def _is_real(study: Study, site: str) -> bool:
+    with suppress(WsiFlError):  # the next command names an unreadable site file
+        return study.load_site(site).real
+    return False
 
 
 def name_examples(files: Sequence[str]) -> str:
