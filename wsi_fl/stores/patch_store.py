@@ -417,8 +417,9 @@ class PatchStore(StoreFile):
 
     def _close_oldest_shard(self) -> None:
         slide, (group, patches) = self._shards.popitem(last=False)
-        if slide not in self._detached and (detached := patches.detach_patches(Path(group.file.filename))):
-            self._detached[slide] = detached
+        with suppress(*DAMAGE):  # such a shard is opened again, which says what is wrong
+            if slide not in self._detached and (detached := patches.detach_patches(Path(group.file.filename))):
+                self._detached[slide] = detached
 
     def _find_patches(self, slide: str) -> _ShardPatches:
         """Return the patches of a slide, of a checked shard without opening it again: to open costs a hundred reads."""
