@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.demo.simulated_slides.tiff_writer import TILE_PX, Level, encode_tiles, write_levels
+from wsi_fl.system import jpeg
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "unit"))
 
 
 def write_big_slide(
@@ -104,3 +110,37 @@ def _encode_tile(tile: NDArray[np.uint8], options: dict[str, Any]) -> bytes:
     with tifffile.TiffFile(io.BytesIO(buffer.getvalue())) as file:
         (start,), (n_bytes,) = file.pages[0].dataoffsets, file.pages[0].databytecounts
     return buffer.getvalue()[start : start + n_bytes]
+
+
+def write_dicom_slide(
+    folder: Path, block: NDArray[np.uint8], mpp: float, *, size_px: int, tile_px: int, n_levels: int | None = None
+) -> None:
+    """Write a slide as `write_big_slide` does, as a folder of DICOM files with JPEG frames and offset tables.
+
+    Args:
+        n_levels: how many levels; default: down to one tile.
+    """
+    write_dicom = import_module("dicom_files").write_dicom
+
+    @cache
+    def encode(pixels: bytes) -> bytes:
+        return jpeg.encode(np.frombuffer(pixels, np.uint8).reshape(tile_px, tile_px, 3), 87)
+
+    side = min(block.shape[:2]) // tile_px * tile_px
+    repeats = -(-size_px // side)
+    level, k = np.tile(block[:side, :side], (repeats, repeats, 1))[:size_px, :size_px], 0
+    while True:
+        write_dicom(
+            folder / f"{k}.dcm",
+            level,
+            mpp=mpp * 2**k,
+            tile_px=tile_px,
+            syntax="1.2.840.10008.1.2.4.50",
+            colours="YBR_FULL_422",
+            pack=lambda tile: encode(tile.tobytes()),
+            packing={"table": "basic"},
+        )
+        k += 1
+        if k == n_levels or max(level.shape) <= tile_px:
+            break
+        level = np.asarray(Image.fromarray(level).reduce(2))

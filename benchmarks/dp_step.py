@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wsi_fl.models import create_model
+from wsi_fl.models.checkpoint import Adam
 from wsi_fl.models.mil import build_deepset
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
@@ -49,7 +50,7 @@ def make(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     else:
         model = create_model(name, n_classes=N_CLASSES, shape=Images(shape[1], shape[-1]), seed=0)
     model.to(DEVICE)
-    return model, torch.optim.Adam(model.parameters(), lr=1e-4)
+    return model, Adam(model.parameters(), lr=1e-4, fused=True)
 
 
 def plain_step(name: str, x: Tensor, y: Tensor) -> Callable[[], object]:

@@ -1,10 +1,12 @@
 """Tiling against what most scripts do and against the decoder's limit, on big painted slides, in one run.
 
-python benchmarks/tiling.py [--tile-px 256 512 240] [--codecs jpeg jpeg2000 deflate] [--patches 400] [--json]
+python benchmarks/tiling.py [--tile-px 256 512 240] [--codecs jpeg jpeg2000 deflate] [--patches 400] [--peers] [--json]
 
 Four things are timed on the same patches: a plain OpenSlide + PIL loop that writes HDF5, the decoder alone on the
 native tiles under them, `read_patches`, and `wsi-fl tile` as a process of its own. The latter's time per further slide
-is that of the slides beyond four, as two are read at once and what a start costs is left out. All are patches/s.
+is that of the slides beyond four, as two are read at once and what a start costs is left out. With --peers, other
+readers that are installed (pyvips, fastslide, slideio, cucim) read the patches in as many threads, each with a handle
+of its own, and write nothing. All are patches/s.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +23,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -28,7 +33,7 @@ from typing import Any
 import h5py
 import numpy as np
 import openslide
-from big_slide import CODECS, write_big_slide, write_coded_slide
+from big_slide import CODECS, write_big_slide, write_coded_slide, write_dicom_slide
 from numpy.typing import NDArray
 
 from wsi_fl.demo.simulated_slides import plan_slides, simulate_slide
@@ -42,6 +47,8 @@ from wsi_fl.types import GridSpec, SlideRecord
 MPP = 0.25
 BLOCK_PX = 2048
 FEW_SLIDES, MANY_SLIDES = 4, 16
+DICOM_LEVELS = {"dicom": None, "dicom-one-level": 1}
+"""Slides of DICOM files with JPEG frames, and how many levels they have; None for all."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +61,15 @@ class Work:
     threads: int
 
 
+def finest_file(path: Path) -> Path:
+    """A slide's file; of a folder of DICOM files that of the finest level."""
+    return path / "0.dcm" if path.is_dir() else path
+
+
 def plain_loop(work: Work, out: Path) -> None:
     """What most scripts do: read_region, convert, write."""
     size = work.spec.size_px
-    with openslide.OpenSlide(str(work.record.path)) as slide, h5py.File(out, "w") as file:
+    with openslide.OpenSlide(str(finest_file(work.record.path))) as slide, h5py.File(out, "w") as file:
         shape = (len(work.xy_l0), size, size, 3)
         pixels = file.create_dataset("pixels", shape, np.uint8, chunks=(1, *shape[1:]))
         for row, (x, y) in enumerate(work.xy_l0.tolist()):
@@ -66,13 +78,13 @@ def plain_loop(work: Work, out: Path) -> None:
 
 def decoder_limit(work: Work) -> None:
     """Each native tile under the patches decoded once, and nothing else, in as many threads."""
-    image = read_tiled_images(work.record.path)[0]
+    image = max(read_tiled_images(finest_file(work.record.path)), key=lambda image: image.size_px)
     side, size = image.tile_px[0], work.spec.size_px
     touched = np.zeros((image.n_rows, image.n_columns), bool)
     for x, y in work.xy_l0.tolist():
         touched[y // side : (y + size - 1) // side + 1, x // side : (x + size - 1) // side + 1] = True
     numbers = np.flatnonzero(touched).tolist()
-    file = os.open(work.record.path, os.O_RDONLY)
+    file = os.open(image.path, os.O_RDONLY)
 
     def decode(some: Sequence[int]) -> None:
         out = np.empty((side, side, 3), np.uint8)
@@ -87,6 +99,77 @@ def decoder_limit(work: Work) -> None:
 def reading(work: Work) -> None:
     for _ in read_patches(work.record, work.xy_l0, work.spec, threads=work.threads):
         pass
+
+
+_OpenPeer = Callable[[Path, int], Callable[[int, int], NDArray[np.uint8]]]
+"""(slide, side of patches) → (x, y) → pixels [side, side, bands]."""
+
+
+def _open_pyvips(path: Path, size: int) -> Callable[[int, int], NDArray[np.uint8]]:
+    pyvips = import_module("pyvips")
+    region = pyvips.Region.new(pyvips.Image.tiffload(str(path)))
+    return lambda x, y: np.frombuffer(region.fetch(x, y, size, size), np.uint8).reshape(size, size, -1)
+
+
+def _open_fastslide(path: Path, size: int) -> Callable[[int, int], NDArray[np.uint8]]:
+    fastslide = import_module("fastslide")
+    slide = fastslide.FastSlide.from_file_path(str(path))
+    return lambda x, y: np.asarray(slide.read_region((x, y), 0, (size, size)).numpy())
+
+
+def _open_slideio(path: Path, size: int) -> Callable[[int, int], NDArray[np.uint8]]:
+    slideio = import_module("slideio")
+    scene = slideio.open_slide(str(path), "SVS").get_scene(0)
+    return lambda x, y: np.asarray(scene.read_block((x, y, size, size)))
+
+
+def _open_cucim(path: Path, size: int) -> Callable[[int, int], NDArray[np.uint8]]:
+    cucim = import_module("cucim")
+    slide = cucim.CuImage(str(path))
+    return lambda x, y: np.asarray(slide.read_region((x, y), (size, size), 0))
+
+
+def _open_openslide(path: Path, size: int) -> Callable[[int, int], NDArray[np.uint8]]:
+    slide = openslide.OpenSlide(str(finest_file(path)))
+    return lambda x, y: np.asarray(slide.read_region((x, y), 0, (size, size)).convert("RGB"))
+
+
+_PEERS: dict[str, _OpenPeer] = {
+    "openslide": _open_openslide,
+    "pyvips": _open_pyvips,
+    "fastslide": _open_fastslide,
+    "slideio": _open_slideio,
+    "cucim": _open_cucim,
+}
+
+
+def peer_reading(work: Work, open_peer: _OpenPeer) -> None:
+    """Another reader: each thread reads its share of the patches with a handle of its own."""
+
+    def read(corners: NDArray[np.int64]) -> None:
+        read_patch = open_peer(work.record.path, work.spec.size_px)
+        for x, y in corners.tolist():
+            read_patch(x, y)
+
+    with ThreadPoolExecutor(work.threads) as pool:
+        list(pool.map(read, np.array_split(work.xy_l0, work.threads)))
+
+
+def readable_peers(work: Work) -> dict[str, Callable[[], None]]:
+    """The peers that are installed and read this slide; of another picture than OpenSlide's it says how far off."""
+    (x, y), size = work.xy_l0[0].tolist(), work.spec.size_px
+    expected = _open_openslide(work.record.path, size)(x, y).astype(int)
+    tasks: dict[str, Callable[[], None]] = {}
+    for name, open_peer in _PEERS.items():
+        try:
+            pixels = open_peer(work.record.path, size)(x, y)
+        except Exception as error:  # not installed, or no such codec: each has errors of its own
+            print(f"  {name}: {str(error).strip().splitlines()[:1]}", file=sys.stderr)
+            continue
+        if far := int(abs(pixels[..., :3] - expected).max()):
+            print(f"  {name}: up to {far} of 255 off OpenSlide's pixels", file=sys.stderr)
+        tasks[name] = partial(peer_reading, work, open_peer)
+    return tasks
 
 
 def seconds(tasks: Sequence[Callable[[], None]], repeats: int) -> list[float]:
@@ -107,8 +190,12 @@ def study_of(folder: Path, slide: Path, n_slides: int) -> Path:
         table = csv.writer(file)
         table.writerow(("slide", "patient", "site", "label"))
         for k in range(n_slides):
-            (folder / "archive" / "slides" / f"slide_{k}.tif").hardlink_to(slide)
-            table.writerow((f"slide_{k}.tif", f"patient_{k}", "A", "normal"))
+            copy = folder / "archive" / "slides" / f"slide_{k}{slide.suffix}"
+            if slide.is_dir():
+                shutil.copytree(slide, copy, copy_function=os.link)
+            else:
+                copy.hardlink_to(slide)
+            table.writerow((copy.name, f"patient_{k}", "A", "normal"))
     init_study(folder / "study", archive=folder / "archive")
     return folder / "study"
 
@@ -162,8 +249,11 @@ def measure(
     folder: Path, block: NDArray[np.uint8], codec: str, tile_px: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """All rows for one codec and size of native tiles."""
-    path = folder / f"{codec}_{tile_px}.tif"
-    if codec == "jpeg":
+    path = folder / f"{codec}_{tile_px}{'' if codec in DICOM_LEVELS else '.tif'}"
+    if codec in DICOM_LEVELS:
+        sizes = {"size_px": args.slide_px, "tile_px": tile_px}
+        write_dicom_slide(path, block, MPP, n_levels=DICOM_LEVELS[codec], **sizes)
+    elif codec == "jpeg":
         write_big_slide(path, block, MPP, size_px=args.slide_px, tile_px=tile_px)
     else:
         write_coded_slide(path, block, MPP, codec, size_px=args.slide_px, tile_px=tile_px)
@@ -175,13 +265,15 @@ def measure(
     )
     work = Work(record, plan.xy_l0[drawn], spec, len(os.sched_getaffinity(0)))
     n, hdf5 = len(work.xy_l0), folder / "plain.h5"
-    tasks = (lambda: plain_loop(work, hdf5), lambda: decoder_limit(work), lambda: reading(work))
-    base, limit, read = seconds(tasks, args.repeats)
+    peers = readable_peers(work) if args.peers else {}
+    tasks = (lambda: plain_loop(work, hdf5), lambda: decoder_limit(work), lambda: reading(work), *peers.values())
+    base, limit, read, *others = seconds(tasks, args.repeats)
     hdf5.unlink()
     row: dict[str, Any] = {"codec": codec, "tile_px": tile_px, "patches": n, "threads": work.threads, "plain": n / base}
     row |= {"decoder": n / limit, "reading": n / read, "reading_of_decoder": limit / read}
+    row["peers"] = {name: n / taken for name, taken in zip(peers, others, strict=True)}
     for pixels in args.pixels:
-        if pixels == "native" and (codec != "jpeg" or tile_px != args.size_px):
+        if pixels == "native" and (codec not in ("jpeg", *DICOM_LEVELS) or tile_px != args.size_px):
             continue
         outcome = end_to_end(folder, work, pixels, args.repeats)
         row[pixels] = {
@@ -190,7 +282,7 @@ def measure(
             "few_slides_s": outcome["few_slides_s"],
             "peak_mb": outcome["peak_mb"],
         }
-    path.unlink()
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
     return row
 
 
@@ -199,6 +291,7 @@ def shown(row: dict[str, Any], pixels: Sequence[str]) -> str:
     lines = [f"{row['codec']}, {row['tile_px']}-px tiles, {row['patches']} patches, {row['threads']} threads"]
     lines.append(f"  openslide + PIL -> HDF5      {row['plain']:8.0f} patches/s")
     lines.append(f"  decoder's limit              {row['decoder']:8.0f} patches/s")
+    lines += [f"  {name:<12} reading alone   {rate:8.0f} patches/s" for name, rate in row["peers"].items()]
     ratio = row["reading_of_decoder"]
     lines.append(f"  reading alone                {row['reading']:8.0f} patches/s   {ratio:5.2f} of the limit")
     lines += [
@@ -213,7 +306,7 @@ def shown(row: dict[str, Any], pixels: Sequence[str]) -> str:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tile-px", type=int, nargs="+", default=[256, 512, 240], help="native tiles")
-    parser.add_argument("--codecs", nargs="+", choices=["jpeg", *CODECS], default=["jpeg"])
+    parser.add_argument("--codecs", nargs="+", choices=["jpeg", *CODECS, *DICOM_LEVELS], default=["jpeg"])
     parser.add_argument("--slide-px", type=int, default=20480, help="side of the slides")
     parser.add_argument("--size-px", type=int, default=512, help="side of the patches")
     parser.add_argument("--mpp", type=float, default=MPP, help=f"of the patches; the slides have {MPP}")
@@ -221,6 +314,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--pixels", nargs="+", choices=["raw", "native"], default=["raw", "native"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="for slides and stores, which take gigabytes")
+    parser.add_argument("--peers", action="store_true", help="time other readers that are installed, too")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser.parse_args()
 

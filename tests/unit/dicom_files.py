@@ -66,9 +66,10 @@ def write_dicom(
     syntax=EXPLICIT,
     pack=None,
     packing=None,
+    tile_px=64,
     **more,
 ):
-    """Write a picture uint8[h, w, 3] as one file of a slide, in tiles of 64 px.
+    """Write a picture uint8[h, w, 3] as one file of a slide, in square tiles.
 
     Args:
         lacking: numbers of tiles, row by row, that are left out: the file is sparse then.
@@ -79,9 +80,13 @@ def write_dicom(
     """
     height, width = picture.shape[:2]
     tiles = [
-        (x, y, np.pad(t := picture[y : y + 64, x : x + 64], [(0, 64 - n) for n in t.shape[:2]] + [(0, 0)]))
-        for y in range(0, height, 64)
-        for x in range(0, width, 64)
+        (
+            x,
+            y,
+            np.pad(t := picture[y : y + tile_px, x : x + tile_px], [*((0, tile_px - n) for n in t.shape[:2]), (0, 0)]),
+        )
+        for y in range(0, height, tile_px)
+        for x in range(0, width, tile_px)
     ]
     tiles = [tile for k, tile in enumerate(tiles) if k not in lacking][part]
     uid = "1.2.3." + ".".join(str(ord(letter)) for letter in f"{series[-3:]}{Path(path).stem[:8]}")
@@ -112,8 +117,8 @@ def write_dicom(
         "colours": (0x00280004, "CS", "RGB"),
         "planar": (0x00280006, "US", 0),
         "frames": (0x00280008, "IS", str(len(tiles))),
-        "rows": (0x00280010, "US", 64),
-        "columns": (0x00280011, "US", 64),
+        "rows": (0x00280010, "US", tile_px),
+        "columns": (0x00280011, "US", tile_px),
         "bits": (0x00280100, "US", 8),
         "stored": (0x00280101, "US", 8),
         "high": (0x00280102, "US", 7),

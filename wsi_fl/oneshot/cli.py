@@ -57,7 +57,7 @@ def compute_projection(
         ),
     ],
     form: Annotated[
-        str | None, Option("--format", help="Of another tool's features: trident, clam, stamp or anndata.")
+        str | None, Option("--format", help="Of another tool's features, as in `import`.")
     ] = None,
     encoder: FileEncoder = None,
     called: EncoderName = None,

@@ -26,7 +26,7 @@ from math import isfinite
 import torch
 from torch import Tensor, nn
 
-from wsi_fl.models.checkpoint import match_strides
+from wsi_fl.models.checkpoint import Adam, match_strides
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.engine_selection import ROW_BY_ROW, are_rows_equal, check_per_example_gradients, select_engine
 from wsi_fl.privacy.gradients import (
@@ -203,7 +203,7 @@ class DPTrainer:
     @classmethod
     def from_plan(cls, plan: PrivacyPlan, model: nn.Module, *, lr: float = 1e-3) -> DPTrainer:
         """Return the trainer of a model with Adam and a plan's σ, C, B and unit."""
-        optimizer = torch.optim.Adam(trainable_parameters(model), lr=lr)
+        optimizer = Adam(trainable_parameters(model), lr=lr, fused=True)
         return cls(model, optimizer, clip=plan.clip, sigma=plan.sigma, batch_size=plan.batch_size, unit=plan.unit)
 
     def step(self, x: Tensor, loss_of: LossOf, noise: CipherStream, patient: Tensor | None = None) -> float:
