@@ -12,7 +12,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def trident(folder, table, first, n, rng):
     """Features of slides in TRIDENT's layout, and their labels."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     lines = ["slide,label,patient"]
     for k in range(first, first + n):
         label = k % 2
@@ -40,8 +40,8 @@ def test_a_study_of_simulated_images_trains_in_seconds(tmp_path, wsi_fl, monkeyp
 def test_features_become_a_score_and_a_gain(tmp_path, wsi_fl):
     rng = np.random.default_rng(0)
     trident(tmp_path / "features_uni_v1", tmp_path / "labels.csv", 0, 24, rng)
-    trident(tmp_path / "features_b", tmp_path / "labels_b.csv", 100, 24, rng)
-    trident(tmp_path / "public_uni_v1", tmp_path / "nobody_reads.csv", 200, 24, rng)
+    trident(tmp_path / "b" / "features_uni_v1", tmp_path / "labels_b.csv", 100, 24, rng)
+    trident(tmp_path / "public" / "features_uni_v1", tmp_path / "nobody_reads.csv", 200, 24, rng)
     page = (DOCS / "tutorials" / "features.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    (wsi-fl .+)$", page, re.MULTILINE)
     (subtypes,) = re.findall(r"^    (\[subtypes\]\n)    (any = .+)$", page, re.MULTILINE)

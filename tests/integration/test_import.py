@@ -434,7 +434,7 @@ def test_the_import_command_prints_one_document(study, tmp_path, wsi_fl):
     done = wsi_fl(*words, "--json", cwd=study.root)
     assert done.returncode in (0, None) and json.loads(done.stdout)["sites"][0]["bags"] == 4
     told = wsi_fl(*words, cwd=study.root)
-    last = "mosaics ready: 4 slides of 4 patients (stores/S0/mosaic.h5; uni_v1)"
+    last = "4 slides of 4 patients ready (stores/S0/mosaic.h5; uni_v1)"
     assert told.returncode in (0, None) and last in " ".join(told.stderr.split())
     setting = "--set train.data=mosaics"
     for data, role, given, step in (

@@ -93,7 +93,7 @@ _STEPS = {
         ("train.rounds=10", "train.eval_every=10"),
     ),
     "federated": _DemoStep(
-        "One-shot: each hospital releases noisy class statistics once, instead of proxies in rounds", "oneshot", "mpi"
+        "One-shot: each hospital releases noisy class statistics once, instead of proxies in rounds", "oneshot", "local"
     ),
 }
 

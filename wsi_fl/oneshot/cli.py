@@ -56,9 +56,7 @@ def compute_projection(
             help="A public slide, picture, feature store or table, or a folder of these. Repeatable.",
         ),
     ],
-    form: Annotated[
-        str | None, Option("--format", help="Of another tool's features, as in `import`.")
-    ] = None,
+    form: Annotated[str | None, Option("--format", help="Of another tool's features, as in `import`.")] = None,
     encoder: FileEncoder = None,
     called: EncoderName = None,
     out: Annotated[Path, Option(help="The file to write.")] = Path("projection.safetensors"),

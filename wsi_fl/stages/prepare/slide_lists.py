@@ -429,7 +429,7 @@ def render_mosaic_lines(document: BagsDocument) -> Lines:
     yield from render_speed_lines(document.get("speed", ()))
     stores = ", ".join(row["store"] for row in rows)
     slides, patients = (sum(row[key] for row in rows) for key in ("bags", "patients"))
-    ready = f"mosaics ready: {slides} slides of {patients} patients ({stores}; {rows[0]['encoder']})"
+    ready = f"{slides} slides of {patients} patients ready ({stores}; {rows[0]['encoder']})"
     yield TextLine("; next: ".join(filter(None, (ready, join_commands(document["next"])))))
 
 

@@ -238,12 +238,14 @@ def _continue_run(
 
 
 def _select_backend(context: RunContext, backend: str) -> str:
-    """Return "local" in place of "mpi" where ranks would exchange nothing: for one site, or sites that meet in files.
+    """Return "local" in place of "mpi" where ranks would cost more than they save: for one site, and for methods that
+    release once, also in files.
 
     Stores of several real hospitals stay in processes of their own.
     """
-    meets_in_files = context.uses_files and all(site.allows("patches") for site in context.sites)
-    needs_ranks = len(context.local_names) > 1 and not meets_in_files
+    releases_once = context.uses_files or context.method.payload.is_single_release
+    may_share_process = releases_once and all(site.allows("patches") for site in context.sites)
+    needs_ranks = len(context.local_names) > 1 and not may_share_process
     return "local" if backend == "mpi" and not needs_ranks else backend
 
 
