@@ -67,19 +67,24 @@ CODECS: dict[str, dict[str, Any]] = {
     "zstd": {"compression": "zstd", "predictor": True},
     "jpeg2000": {"compression": "APERIO_JP2000_RGB", "compressionargs": {"level": 70}},
     "jpeg2000-ycbcr": {"compression": "APERIO_JP2000_YCBC", "compressionargs": {"level": 70}},
+    "ome-jpeg": {"compression": "jpeg", "compressionargs": {"level": 87}, "subsampling": (2, 2)},
+    "ome-deflate": {"compression": "zlib", "predictor": True},
 }
-"""How tifffile writes the tiles of each codec; predictors as converters write them."""
+"""How tifffile writes the tiles of each codec; predictors as converters write them. `ome-`: an OME-TIFF with its
+pyramid in SubIFDs."""
 
 
 def write_coded_slide(
     path: Path, block: NDArray[np.uint8], mpp: float, codec: str, *, size_px: int, tile_px: int = TILE_PX
 ) -> None:
     """Write a slide as `write_big_slide` does, with the tiles of another codec; JPEG 2000 as Aperio's scanners."""
-    options = CODECS[codec]
+    options, is_ome = CODECS[codec], codec.startswith("ome-")
+    axes: dict[str, Any] = {"axes": "YXS", "PhysicalSizeX": mpp, "PhysicalSizeY": mpp}  # µm by default
+    n_coarser = math.ceil(math.log2(max(1, size_px / tile_px)))
     description = f"Aperio Image Library\r\n{size_px}x{size_px}|AppMag = 40|MPP = {mpp}"
     side, extent = min(block.shape[:2]) // tile_px * tile_px, size_px
     level, scale = block[:side, :side], 1
-    with tifffile.TiffWriter(path, bigtiff=True) as file:
+    with tifffile.TiffWriter(path, bigtiff=True, ome=is_ome) as file:
         while True:
             repeats = tile_px // math.gcd(level.shape[0], tile_px)
             level = np.tile(level, (repeats, repeats, 1))
@@ -93,7 +98,8 @@ def write_coded_slide(
                 tile=(tile_px, tile_px),
                 photometric="rgb",
                 subfiletype=int(scale > 1),
-                metadata=None,
+                metadata=axes if is_ome and scale == 1 else None,
+                subifds=n_coarser if is_ome and scale == 1 else None,
                 description=description if codec.startswith("jpeg2000") else None,
                 resolution=(1e4 / (mpp * scale),) * 2,
                 resolutionunit="CENTIMETER",

@@ -26,7 +26,7 @@ _Rows = NDArray[np.int64]
 _Names: TypeAlias = "NDArray[np.str_] | pd.Categorical"
 
 IN_MEMORY_BYTES = 1 << 29
-"""Inputs of a split that take no more are kept in memory: four sites in one process, with three splits each, take 6 GB."""
+"""Inputs of a split that take no more are kept in memory: four sites in a process, of three splits each, take 6 GB."""
 _MAX_BAG_VALUES = 1 << 24
 """Values of bags per read for predictions: 64 MB."""
 _CHECK_ROWS = 256

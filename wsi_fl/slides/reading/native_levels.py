@@ -1,4 +1,4 @@
-"""The levels of a slide whose tiles decode to OpenSlide's pixels, and so may be read natively."""
+"""The levels of a slide whose tiles decode to the pixels of its reader, and so may be read natively."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from wsi_fl.slides.reading.native_tiles import Box, NativeLevel, TiledImage, read_tiled_images
 from wsi_fl.types import WsiFlError
 
-_VENDORS = {"aperio", "dicom", "generic-tiff", "philips"}
-"""Vendors with tiles side by side; those of others overlap or belong to several scans."""
+_VENDORS = {"aperio", "dicom", "generic-tiff", "philips", "ome-tiff", "tiled tiff"}
+"""Vendors with tiles side by side; those of others overlap or belong to several scans. The last two are read by
+`formats`, not by OpenSlide."""
 _WINDOW_PX = 128
 _MAX_DIFFERENCE, _MAX_MEAN_DIFFERENCE = 2, 0.1
 """Grey levels; decoders differ in rounding."""
@@ -24,10 +25,10 @@ _Pixels = NDArray[np.uint8]
 
 
 class TrustedLevels:
-    """The levels of one slide; each is compared with OpenSlide at its first use.
+    """The levels of one slide; each is compared at its first use with its reader, OpenSlide or one of `formats`.
 
-    Sizes and properties are as OpenSlide lists them. `reference` returns OpenSlide's pixels of a box of a level, None
-    for a box that is not on its pixels. A level that differs is None, or a WsiFlError where it is `required`.
+    Sizes and properties are as the reader lists them. `reference` returns its pixels of a box of a level, None for a
+    box that is not on its pixels. A level that differs is None, or a WsiFlError where it is `required`.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TrustedLevels:
             raise
 
     def find_level(self, number: int) -> NativeLevel | None:
-        """Return a level; None if OpenSlide has to read it."""
+        """Return a level; None if the reader has to read it."""
         if number not in self._levels:
             with self._lock:
                 if number not in self._levels:
@@ -88,9 +89,14 @@ class TrustedLevels:
 def _find_image(
     images: Sequence[TiledImage], level: int, size_px: tuple[int, int], properties: Mapping[str, str]
 ) -> TiledImage | None:
-    """Return the only directory with OpenSlide's size and tiling of a level, or None."""
-    tile_sides = [properties.get(f"openslide.level[{level}].tile-{side}") for side in ("width", "height")]
-    matches = [image for image in images if image.size_px == size_px and [str(n) for n in image.tile_px] == tile_sides]
+    """Return the only directory with a level's size and, where the reader states it, its tiling, or None."""
+    keys = [f"openslide.level[{level}].tile-{side}" for side in ("width", "height")]
+    matches = [
+        image
+        for image in images
+        if image.size_px == size_px
+        and all(properties.get(key, str(side)) == str(side) for key, side in zip(keys, image.tile_px, strict=True))
+    ]
     return matches[0] if len(matches) == 1 else None
 
 
@@ -122,10 +128,10 @@ def _describe_difference(level: NativeLevel, reference: Callable[[Box], _Pixels 
                 continue
             difference = np.abs(window.astype(np.int16) - expected)
             if difference.max() > _MAX_DIFFERENCE or difference.mean() >= _MAX_MEAN_DIFFERENCE:
-                return f"its tiles decode to other pixels than OpenSlide's (by up to {difference.max()} grey levels)"
+                return f"its tiles decode to other pixels than the reader's (by up to {difference.max()} grey levels)"
             n_compared += 1
             break
-    return None if n_compared else "no tile could be compared with OpenSlide's"
+    return None if n_compared else "no tile could be compared with the reader's"
 
 
 def _comparison_windows(image: TiledImage) -> Iterator[list[Box]]:

@@ -64,7 +64,8 @@ class TiledImage:
 
 
 def read_tiled_images(path: Path) -> list[TiledImage]:
-    """Return the directories of a TIFF, or the files of a DICOM slide, with tiles that `tile_codecs` decodes.
+    """Return the directories of a TIFF and their SubIFDs, or the files of a DICOM slide, with tiles that `tile_codecs`
+    decodes.
 
     Labels, macros and thumbnails in strips are left out, and so is what cannot be parsed. In DICOM, so are sparse tiles
     and concatenations.
@@ -88,7 +89,7 @@ def _read_dicom_images(path: Path) -> list[TiledImage]:
 
 
 def _read_directories(path: Path) -> list[TiledImage]:
-    from tifffile import TiffFile
+    from tifffile import TiffFile, TiffPage
 
     from wsi_fl.slides.reading.formats.tiff_pages import list_pages
 
@@ -103,8 +104,9 @@ def _read_directories(path: Path) -> list[TiledImage]:
                     np.asarray(page.databytecounts, np.int64),
                     codec,
                 )
-                for page in list_pages(tif)
-                if (codec := find_codec(page)) is not None
+                for directory in list_pages(tif)
+                for page in (directory, *(directory.pages or ()))
+                if isinstance(page, TiffPage) and (codec := find_codec(page)) is not None
             ]
     except Exception:  # a damaged or foreign file: OpenSlide judges it
         return []

@@ -91,12 +91,8 @@ class Slide:
             self._properties |= read_ome_properties(self._file)
         self.quickhash = self._properties.get(openslide.PROPERTY_NAME_QUICKHASH1, "")
         self._background = read_background(self._properties)
-        is_foreign = not isinstance(self._handle.source, openslide.OpenSlide)
-        if is_foreign and reader == "native":
-            self._handle.close()
-            raise WsiFlError(f"{path.name}: {self.vendor} has no tiles that are read natively; set reader = auto")
         self._native: TrustedLevels | None = None
-        if not is_foreign and reader != "openslide":
+        if reader != "openslide":
             self._native = TrustedLevels(
                 self._file,
                 self._handle.level_dimensions,

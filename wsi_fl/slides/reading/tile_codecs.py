@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _RGB, _YCBCR = 2, 6
 """Numbers of the tag PhotometricInterpretation."""
-_JPEG, _JPEG2000_YCBCR, _JPEG2000_RGB = 7, 33003, 33005
+_JPEG, _JPEG2000_YCBCR, _JPEG2000_RGB, _JPEG2000 = 7, 33003, 33005, 34712
+"""The last JPEG 2000 is that of libtiff and tifffile, the others are Aperio's."""
 _NO_CODEC = 1
 _DICOM_CODECS = {
     "1.2.840.10008.1.2.1": _NO_CODEC,
@@ -33,7 +34,8 @@ _BYTE_DECODERS = {
     50000: "zstd_decode",
 }
 """Functions of imagecodecs that write the bytes of a tile into memory of its size."""
-_PICTURE_CODECS = (_JPEG, _JPEG2000_YCBCR, _JPEG2000_RGB)
+_JPEG2000_CODECS = (_JPEG2000_YCBCR, _JPEG2000_RGB, _JPEG2000)
+_PICTURE_CODECS = (_JPEG, *_JPEG2000_CODECS)
 _NO_PREDICTOR, _DIFFERENCES = 1, 2
 _EXCESS = 4
 _CODESTREAM_START, _SIZES, _CHROMA_STEPS = b"\xff\x4f\xff\x51", slice(8, 40), slice(46, 48)
@@ -70,7 +72,7 @@ class TileCodec:
 
     @property
     def is_jpeg2000(self) -> bool:
-        return self.compression in (_JPEG2000_YCBCR, _JPEG2000_RGB)
+        return self.compression in _JPEG2000_CODECS
 
     def complete_jpeg(self, stream: jpeg.Stream) -> jpeg.Stream:
         """Return a self-contained JPEG stream from that of a tile."""
