@@ -63,7 +63,8 @@ def find_holes(
             return None
         holes = alpha == 0
     else:
-        holes = (np.asarray(region)[..., :3] == fill).all(axis=-1)
+        numbers = np.frombuffer(region.tobytes(), "<u4").reshape(region.height, region.width)  # alpha is highest
+        holes = numbers & 0xFFFFFF == int.from_bytes(fill, "little")
     for margin in (np.s_[:y_min], np.s_[y_max:], np.s_[:, :x_min], np.s_[:, x_max:]):
         holes[margin] = False
     return holes if np.count_nonzero(holes) >= _MIN_SAMPLES else None

@@ -92,7 +92,7 @@ class Levels:
         x, y = (max(0, v) for v in corner)
         ends = zip(corner, size, self.level_dimensions[level], strict=True)
         x_max, y_max = (min(v + s, limit) for v, s, limit in ends)
-        out = np.zeros((size[1], size[0], 4), np.uint8)
+        region = Image.new("RGBA", size)
         if x < x_max and y < y_max:
             try:
                 pixels = self._read_box(level, (x, y), (x_max - x, y_max - y))
@@ -100,11 +100,12 @@ class Levels:
                 raise
             except Exception as error:  # each library has its own
                 raise SourceError(single_line(error)) from None
-            target = out[y - corner[1] : y_max - corner[1], x - corner[0] : x_max - corner[0]]
-            target[..., :3], target[..., 3] = pixels, 255
+            part = Image.fromarray(np.ascontiguousarray(pixels)).convert("RGBA")
             if self._find_gaps is not None:
-                target[self._find_gaps(level, (x, y), (x_max - x, y_max - y))] = 0
-        return Image.fromarray(out, "RGBA")
+                gaps = self._find_gaps(level, (x, y), (x_max - x, y_max - y))
+                part.paste((0, 0, 0, 0), mask=Image.fromarray(gaps))
+            region.paste(part, (x - corner[0], y - corner[1]))
+        return region
 
 
 def build_array_levels(arrays: Sequence[Any], axes: str, **facts: Any) -> Levels:
