@@ -206,6 +206,7 @@ def run_tile(study: Path, work: Work, pixels: str) -> tuple[float, float, int]:
         "tile.size_px": work.spec.size_px,
         "tile.mpp": work.spec.mpp,
         "tile.max_per_slide": len(work.xy_l0),  # drawn as in `measure`
+        "tile.max_per_site": MANY_SLIDES * len(work.xy_l0),
         "tile.balance": "false",
         "store.pixels": pixels,
     }
