@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -44,7 +45,7 @@ from wsi_fl.slides.reading.patch_reader import read_patches
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.types import GridSpec, SlideRecord
 
-MPP = 0.25
+MPP, POLL_S = 0.25, 0.02
 BLOCK_PX = 2048
 FEW_SLIDES, MANY_SLIDES = 4, 16
 DICOM_LEVELS = {"dicom": None, "dicom-one-level": 1}
@@ -200,6 +201,17 @@ def study_of(folder: Path, slide: Path, n_slides: int) -> Path:
     return folder / "study"
 
 
+def follow_memory(process: subprocess.Popen[bytes]) -> float:
+    """Wait for a process; return its peak resident MB, which `wait4` would mix with that of this process."""
+    peak_kb, status = 0, Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        with suppress(OSError):
+            lines = status.read_text().splitlines()
+            peak_kb = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), peak_kb)
+        time.sleep(POLL_S)
+    return peak_kb / 1024
+
+
 def run_tile(study: Path, work: Work, pixels: str) -> tuple[float, float, int]:
     """(seconds, peak resident MB, patches) of a `tile` process."""
     settings = {
@@ -215,9 +227,8 @@ def run_tile(study: Path, work: Work, pixels: str) -> tuple[float, float, int]:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
         began = time.perf_counter()
         process = subprocess.Popen(command, cwd=study, stdout=out, stderr=said)
-        _, status, usage = os.wait4(process.pid, 0)
+        peak_mb = follow_memory(process)
         taken = time.perf_counter() - began
-        process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             said.seek(0)
             raise SystemExit(f"wsi-fl tile failed: {said.read().decode().strip()}")
@@ -225,7 +236,7 @@ def run_tile(study: Path, work: Work, pixels: str) -> tuple[float, float, int]:
         (site,) = json.load(out)["sites"]
     if site["failed"]:
         raise SystemExit(f"wsi-fl tile set slides aside: {site['failed']}")
-    return taken, usage.ru_maxrss / 1024, site["patches"]
+    return taken, peak_mb, site["patches"]
 
 
 def end_to_end(folder: Path, work: Work, pixels: str, repeats: int) -> dict[str, float]:
