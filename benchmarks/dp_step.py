@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wsi_fl.data.tasks import CLASSES, MutualLoss
 from wsi_fl.models import create_model
 from wsi_fl.models.checkpoint import Adam
 from wsi_fl.models.mil import build_deepset
@@ -70,7 +71,10 @@ def private_step(name: str, engine: str, x: Tensor, y: Tensor) -> Callable[[], o
     model, optimizer = make(name)
     trainer = DPTrainer(model, optimizer, sigma=SIGMA, clip=CLIP, batch_size=len(x), engine=engine)
     noise = CipherStream.from_entropy()
-    return lambda: trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise)
+    loss = MutualLoss(
+        y, None, 0.0, None, CLASSES
+    )  # as a learner has it: a function of one's own is checked in each step
+    return lambda: trainer.step(x, loss, noise)
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -42,6 +42,8 @@ _STALE_S = 5.0
 _DEADLOCK_TIMEOUTS = 20
 LAUNCHER = "WSI_FL_LAUNCHER"
 """Environment variable with the launcher's process id, without which ranks would outlive it."""
+_NO_FABRIC = "^ofi"
+"""Open MPI's transports without libfabric, whose search for network cards takes a second; ranks here share memory."""
 _SIGNAL_REPORT = re.compile(rb"\bPID (\d+)\b(?:[^\n]*\n?[^\n]*\bexited on\s+signal |[^\n]*\n[^\n]*\bEXIT CODE: )(\d+)")
 """Text of Open MPI's and MPICH's launchers about a rank that a signal ended."""
 
@@ -102,6 +104,7 @@ def rank_environment(n_ranks: int) -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = str(n_threads)
     if os.geteuid() == 0:  # containers; Open MPI needs both
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    environment.setdefault("OMPI_MCA_btl", _NO_FABRIC)
     return environment
 
 
