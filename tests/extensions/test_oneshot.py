@@ -24,6 +24,7 @@ from wsi_fl.privacy.accounting import Mechanism, _gaussian_epsilon, epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
+from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.run_cost import dry_run
 from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.types import WsiFlError
@@ -495,6 +496,22 @@ def test_a_sum_that_tolerates_a_dropout_has_the_noise_of_the_required_sites(four
     assert charges(four_hospitals, 4) == [1, 1, 1, 1]
     words = "privacy.colluding = 1 and privacy.dropouts = 2 needs 6 sites or more, not 4"
     refused(lambda: oneshot(four_hospitals, *SHARED, "privacy.dropouts=2"), words)
+
+
+def test_simulated_sites_release_in_one_process_and_real_ones_in_processes_of_their_own(study, monkeypatch):
+    started = []
+
+    def start_ranks(sites, *_, **__):
+        started.append(sites)
+        raise WsiFlError("ranks")
+
+    monkeypatch.setattr(launch, "run_ranks", start_ranks)
+    summary = oneshot(study, backend="mpi")
+    assert [row["rounds"] for row in summary["sites"]] == [1] * len(summary["sites"])
+    assert not started
+    make_real(study)
+    refused(lambda: oneshot(study, "privacy.sigma=4.0", backend="mpi"), "ranks", error=WsiFlError)
+    assert len(started[0]) == len(summary["sites"])
 
 
 def test_distributed_noise_needs_explicit_permission(study):

@@ -223,6 +223,25 @@ def test_progress_over_successive_tasks_never_goes_back(capsys):
     assert "about 0 s left" not in " ".join(shown[2:]) and shown[-1] == "train: 100%, finishing"
 
 
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["--nothing"], 2)])
+def test_a_process_ends_with_its_code_and_exit_functions_but_does_not_free_its_modules(tmp_path, arguments, code):
+    program = (
+        "import atexit, sys, wsi_fl.__main__ as m\n"
+        "class Kept:\n    def __del__(self): print('freed', flush=True)\n"
+        "m.kept = Kept()\natexit.register(print, 'exit function')\nm.run_program()"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code and done.stdout.endswith("exit function\n") and "freed" not in done.stdout
+
+
+def test_local_ranks_do_not_search_for_network_cards_unless_asked_to(monkeypatch):
+    monkeypatch.delenv("OMPI_MCA_btl", raising=False)
+    assert launch.rank_environment(2)["OMPI_MCA_btl"] == "^ofi"
+    monkeypatch.setenv("OMPI_MCA_btl", "tcp,self")
+    assert launch.rank_environment(2)["OMPI_MCA_btl"] == "tcp,self"
+
+
 @pytest.mark.usefixtures("_eight_cores")
 def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "8,2")
