@@ -125,6 +125,23 @@ def test_a_self_weight_of_one_half_gives_the_mean_of_two_neighbours(study):
         torch.testing.assert_close(got, (sent[k] + sent[(k + 2) % 4]) / 2)
 
 
+def test_training_computes_without_denormal_numbers_and_leaves_them_to_others(pair, monkeypatch):
+    products, run_loop = [], loop.run
+
+    def run_and_multiply(*arguments):
+        products.append(multiply_small_numbers())
+        run_loop(*arguments)
+
+    monkeypatch.setattr(loop, "run", run_and_multiply)
+    run(pair, "regular", OPEN, "train.rounds=1")
+    assert products == [0.0]
+    assert multiply_small_numbers() > 0
+
+
+def multiply_small_numbers():
+    return float(torch.full((64,), 1e-30).mul(1e-10).sum())
+
+
 @pytest.mark.parametrize("method", ["regular", "proxyfl"])
 def test_a_diverging_model_is_reported(pair, method, monkeypatch):
     class Wild(torch.optim.Adam):

@@ -236,3 +236,17 @@ def test_an_architecture_of_timm_with_modules_under_two_names_is_saved(tmp_path)
     other.load_state_dict(load_tensors(tmp_path / "c.safetensors", "state")[0])
     x = torch.rand(2, 3, 64, 64)
     assert torch.equal(model.eval()(x), other.eval()(x))
+
+
+def test_federate_computes_without_denormal_numbers():
+    class Multiplier(nn.Linear):
+        """A layer that notes what two small numbers make."""
+
+        def forward(self, x):
+            products.append(float(torch.full((64,), 1e-30).mul(1e-10).sum()))
+            return super().forward(x)
+
+    products: list[float] = []
+    site = (np.ones((4, 8), np.float32), np.array([0, 1, 0, 1]))
+    federate({"A": Cohort.from_arrays(*site)}, "regular", private=lambda: Multiplier(8, 2), rounds=1, sigma=None)
+    assert products[-1] == 0.0  # earlier calls check the model

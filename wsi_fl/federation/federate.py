@@ -31,6 +31,7 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.privacy.privacy_plan import PrivacyPlan, Unit, plan_of_round
 from wsi_fl.runs.site_folder import SiteFolder
+from wsi_fl.system.denormals import flush_denormals
 from wsi_fl.types import UsageError, single_line
 
 _MakeModel = Callable[[], nn.Module]
@@ -117,7 +118,7 @@ def federate(
         seed=seed,
         prediction_model=(row.mixing_role or "private") if single else "private",
     )
-    with TemporaryDirectory() as temporary:
+    with TemporaryDirectory() as temporary, flush_denormals():
         place = Path(folder or temporary)
         participants = _build_participants(
             sites, tests, recipe, place, makers, n_classes, sizes=sizes, sigma=sigma, clip=clip, delta=delta, unit=unit

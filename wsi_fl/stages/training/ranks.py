@@ -41,6 +41,7 @@ from wsi_fl.stages.training.unfinished_runs import claim_common_run
 from wsi_fl.study.folder import Study, load_run_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
+from wsi_fl.system.denormals import flush_denormals
 from wsi_fl.types import Interrupted, NoCommonPlan, ReportableError, SiteFailed, UsageError, WsiFlError
 
 
@@ -50,7 +51,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     run.refuse_changed_settings()
     names = load_run_pipeline(run.path / "config.toml").sites or []
     record_site_files(study, run, [names[index] for index in comm.sites])
-    with RunContext.restore(study.pin_run(run.path), run) as initial_context:
+    with flush_denormals(), RunContext.restore(study.pin_run(run.path), run) as initial_context:
         context = initial_context.hooks.sync_releases(initial_context, comm)
         rows = _train_sites(context, comm, watcher)
     summary = build_summary(context, rows, time.perf_counter() - start)
