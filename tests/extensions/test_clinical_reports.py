@@ -13,6 +13,7 @@ from training_runs import csv_rows, trained
 
 from wsi_fl.evidence import clinical
 from wsi_fl.evidence.clinical import describe_clinically, render_clinical_lines
+from wsi_fl.evidence.clinical_section import _decision_curves
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site.target_labels import read_column
@@ -122,6 +123,16 @@ def test_the_page_of_three_classes_has_no_threshold(tmp_path, monkeypatch):
     describe_clinically(study, [run])
     page = write_report(study, run).read_text(encoding="utf-8")
     assert ONE_OF_MORE in page and "or from 0.50" not in page
+
+
+def test_every_diagnosis_has_a_decision_curve_of_the_sites_that_have_it():
+    curves = {"net_benefit": {"model": [0.2, 0.1], "everybody": [0.2, 0.0]}}
+    classes = {"S0": ("LUAD",), "S1": ("LUAD", "GBM")}
+    sites = [{"site": name, "classes": dict.fromkeys(names, curves)} for name, names in classes.items()]
+    charts = _decision_curves({"thresholds": [0.1, 0.5], "sites": sites}, {})
+    alts = {title: chart.alt for title, chart in charts}
+    assert {*alts} == {"Net benefit, LUAD", "Net benefit, GBM"}
+    assert "S0" in alts["Net benefit, LUAD"] and "S0" not in alts["Net benefit, GBM"]
 
 
 def test_lesions_are_shown_by_console_and_page(clinical_study, monkeypatch):

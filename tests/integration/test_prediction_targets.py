@@ -25,6 +25,7 @@ from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, sc
 from wsi_fl.evidence.clinical import describe_clinically
 from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.report.cross_site_section import render_coordinator
+from wsi_fl.report.run_page import _risk_chart
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
@@ -184,6 +185,13 @@ def test_survival_curves_and_their_test_are_scikit_survivals(seed):
         expected = None
     found = logrank_test(truth, group)
     assert found == (expected if expected is None else pytest.approx(expected, abs=1e-9))
+
+
+def test_a_p_value_of_the_page_is_never_zero():
+    times = np.arange(40.0)
+    truth, early = np.stack([times, np.ones(40)], 1), np.clip(times[:, None] / 40, 0, 1)
+    chart, said = _risk_chart("S0", truth, early, [40.0])
+    assert said == "Log-rank p < 0.001." and said in chart.alt
 
 
 def test_a_single_event_in_order_proves_little():
