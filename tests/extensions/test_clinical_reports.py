@@ -3,14 +3,18 @@
 import html
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import make_study, refused, write_features
 from sklearn.metrics import recall_score, roc_auc_score
 from test_local_baseline import ALONE, HEADS
 from training_runs import csv_rows, trained
 
+from wsi_fl.data.prediction_table import PredictionTable
+from wsi_fl.data.tasks import CLASSES
 from wsi_fl.evidence import clinical
 from wsi_fl.evidence.clinical import describe_clinically, render_clinical_lines
 from wsi_fl.evidence.clinical_section import _decision_curves
@@ -123,6 +127,34 @@ def test_the_page_of_three_classes_has_no_threshold(tmp_path, monkeypatch):
     describe_clinically(study, [run])
     page = write_report(study, run).read_text(encoding="utf-8")
     assert ONE_OF_MORE in page and "or from 0.50" not in page
+
+
+def test_patients_of_all_folds_are_scored_by_one_rule(monkeypatch):
+    rng = np.random.default_rng(0)
+    score, tumor = rng.random((12, 20)), np.zeros((12, 20), int)
+    tumor[::4, :5] = 1  # none of the second fold's patients has both classes
+
+    def read(fold, *_, model=None):
+        rows = np.arange(6) * 2 + fold
+        names = [f"p{k}" for k in rows.repeat(20)]
+        obs = pd.DataFrame({"part": "S0", "slide": names, "patient": names, "label": tumor[rows].ravel()})
+        said = np.stack([1 - score[rows].ravel(), score[rows].ravel()], 1)
+        return None if model else PredictionTable("S0", "private", obs, {"private": said}, ("healthy", "tumor"))
+
+    class Fold(int):
+        def read_document(self, name):
+            return None
+
+    def context(fold):
+        run = SimpleNamespace(path=None, site_folder=lambda _: Fold(fold))
+        study = SimpleNamespace(relative_path=str)
+        return SimpleNamespace(run=run, study=study, members=[SimpleNamespace(name="S0")], task=CLASSES)
+
+    monkeypatch.setattr(clinical, "read_predictions", read)
+    (site,) = clinical._describe_runs([context(0), context(1)])["sites"]
+    highest = np.sort(score, axis=1)[:, -2:].mean(1)
+    assert site["any_counts"] and site["classes"]["tumor"]["n"] == 12
+    assert site["classes"]["tumor"]["auroc"]["value"] == pytest.approx(roc_auc_score(tumor.any(1), highest))
 
 
 def test_every_diagnosis_has_a_decision_curve_of_the_sites_that_have_it():

@@ -286,7 +286,11 @@ SAYS = {
     "lost": (lambda p: {"summary": {**p.summary, "lost": ["C3"]}}, ("Dropped out during training: C3.",), ()),
     "no merged numbers": (
         lambda p: {"evaluation": {**p.evaluation, "merged": None}},
-        ("evaluated on its own site's part alone", "Each model on the test part of its site. Rows of"),
+        (
+            "evaluated on its own site's part alone",
+            "Each model on the test part of its site. Rows of",
+            "wsi-fl compare compares",
+        ),
         ("reach an accuracy of", "On the merged test set", "Merged test set. Rows"),
     ),
     "before evaluation": (
