@@ -3,16 +3,21 @@
 import html
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import make_study, refused, write_features
 from sklearn.metrics import recall_score, roc_auc_score
 from test_local_baseline import ALONE, HEADS
 from training_runs import csv_rows, trained
 
+from wsi_fl.data.prediction_table import PredictionTable
+from wsi_fl.data.tasks import CLASSES
 from wsi_fl.evidence import clinical
 from wsi_fl.evidence.clinical import describe_clinically, render_clinical_lines
+from wsi_fl.evidence.clinical_section import _decision_curves
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site.target_labels import read_column
@@ -122,6 +127,44 @@ def test_the_page_of_three_classes_has_no_threshold(tmp_path, monkeypatch):
     describe_clinically(study, [run])
     page = write_report(study, run).read_text(encoding="utf-8")
     assert ONE_OF_MORE in page and "or from 0.50" not in page
+
+
+def test_patients_of_all_folds_are_scored_by_one_rule(monkeypatch):
+    rng = np.random.default_rng(0)
+    score, tumor = rng.random((12, 20)), np.zeros((12, 20), int)
+    tumor[::4, :5] = 1  # none of the second fold's patients has both classes
+
+    def read(fold, *_, model=None):
+        rows = np.arange(6) * 2 + fold
+        names = [f"p{k}" for k in rows.repeat(20)]
+        obs = pd.DataFrame({"part": "S0", "slide": names, "patient": names, "label": tumor[rows].ravel()})
+        said = np.stack([1 - score[rows].ravel(), score[rows].ravel()], 1)
+        return None if model else PredictionTable("S0", "private", obs, {"private": said}, ("healthy", "tumor"))
+
+    class Fold(int):
+        def read_document(self, name):
+            return None
+
+    def context(fold):
+        run = SimpleNamespace(path=None, site_folder=lambda _: Fold(fold))
+        study = SimpleNamespace(relative_path=str)
+        return SimpleNamespace(run=run, study=study, members=[SimpleNamespace(name="S0")], task=CLASSES)
+
+    monkeypatch.setattr(clinical, "read_predictions", read)
+    (site,) = clinical._describe_runs([context(0), context(1)])["sites"]
+    highest = np.sort(score, axis=1)[:, -2:].mean(1)
+    assert site["any_counts"] and site["classes"]["tumor"]["n"] == 12
+    assert site["classes"]["tumor"]["auroc"]["value"] == pytest.approx(roc_auc_score(tumor.any(1), highest))
+
+
+def test_every_diagnosis_has_a_decision_curve_of_the_sites_that_have_it():
+    curves = {"net_benefit": {"model": [0.2, 0.1], "everybody": [0.2, 0.0]}}
+    classes = {"S0": ("LUAD",), "S1": ("LUAD", "GBM")}
+    sites = [{"site": name, "classes": dict.fromkeys(names, curves)} for name, names in classes.items()]
+    charts = _decision_curves({"thresholds": [0.1, 0.5], "sites": sites}, {})
+    alts = {title: chart.alt for title, chart in charts}
+    assert {*alts} == {"Net benefit, LUAD", "Net benefit, GBM"}
+    assert "S0" in alts["Net benefit, LUAD"] and "S0" not in alts["Net benefit, GBM"]
 
 
 def test_lesions_are_shown_by_console_and_page(clinical_study, monkeypatch):

@@ -30,6 +30,7 @@ from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.runtime.console import TextTable
 from wsi_fl.stages.training.finished_runs import FinishedRun
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
 
@@ -205,6 +206,23 @@ def test_the_pooled_gain_pairs_a_site_with_itself_where_another_lacks_prediction
     by_site = benefit.compare_by_site(runs, "merged")[1]
     assert by_site["S0"]["gain"] is None
     assert benefit.measure_benefit(runs, "merged")["gain"]["mean"] == pytest.approx(by_site["S1"]["gain"]["mean"])
+
+
+def test_a_rare_class_at_one_site_makes_all_scores_balanced_accuracy(monkeypatch):
+    labels = {"S0": "ttttffffff", "S1": "tfffffffff"}
+
+    def score(name, *_):  # healthy in all cases; the store of S2 is at another hospital
+        keys = [("S", f"p{k}", "", str(k)) for k in range(10)]
+        return dict(zip(keys, [(float(c == "f"), c) for c in labels[name]], strict=True)) if name in labels else None
+
+    monkeypatch.setattr(benefit, "read_example_scores", score)
+    folder = SimpleNamespace(read=lambda _: None, site_folder=lambda name: name)
+    for names in (("S0", "S1"), ("S2", "S1")):
+        summary = {"sites": [{"site": name} for name in names]}
+        run = SimpleNamespace(pipeline=Pipeline(), folder=folder, seed=0, summary=summary)
+        measure, sites = benefit.compare_by_site({"local": [run], "federated": [run]}, "own")
+        assert measure == "balanced accuracy"
+        assert all(sites[name]["local"]["mean"] == pytest.approx(0.5) for name in names if name in labels)
 
 
 def newer_than(path, other):

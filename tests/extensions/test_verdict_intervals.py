@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy import stats
 
 from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask
+from wsi_fl.evidence.benefit import build_score_table, estimate_benefit
 from wsi_fl.evidence.benefit_figure import _VERDICT_WORDS, verdict_words
 from wsi_fl.evidence.verdict import (
     Estimate,
@@ -95,6 +97,35 @@ def test_contributions_of_examples_have_the_score_as_their_mean():
     draws = rng.integers(300, size=(300, 300))
     again = [task.compute_scores(curves[rows], times[rows])["concordance"] for rows in draws]
     assert each.std(ddof=1) / 300**0.5 == pytest.approx(np.std(again), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("task", "truth", "good"),
+    [
+        (SurvivalTask((2.0, 4.0)), [[1.0, 1.0], [5.0, 0.0], [6.0, 0.0], [7.0, 0.0]], [[0.1] * 2] + [[0.9] * 2] * 3),
+        (NumberTask(0, 1), [0.1, 0.9], [[0.2], [0.8]]),
+    ],
+)
+def test_a_score_of_a_single_event_or_of_two_numbers_gives_no_verdict(task, truth, good):
+    truth, good = np.array(truth), np.array(good)
+    assert task.compute_scores(good, truth)[task.scores[0]] > 0.9
+    assert task.example_scores(good, truth) is None
+
+
+@pytest.mark.parametrize(("n", "verdict"), [(3, "inconclusive"), (6, "inconclusive"), (40, "join")])
+def test_a_few_patients_in_order_of_risk_do_not_prove_a_gain(n, verdict):
+    task, truth = SurvivalTask((2.0, 4.0)), np.stack([np.linspace(0.5, 3.5, n), np.ones(n)], 1)
+    curves = {"local": np.full((n, 2), 0.5), "federated": np.tile(np.linspace(0.1, 0.9, n)[:, None], 2)}
+    rows = [f"S\np{k}\n{k}" for k in range(n)]
+    tables = {
+        kind: build_score_table(
+            {0: pd.DataFrame({"value": task.example_scores(said, truth), "weight": 1.0}, rows)}, "concordance", {}
+        )
+        for kind, said in curves.items()
+    }
+    found = estimate_benefit(tables)
+    assert found["gain"]["mean"] == pytest.approx(0.5) and found["verdict"] == verdict
+    assert found["federated"]["low"] < found["federated"]["mean"] == found["federated"]["high"] == 1
 
 
 def test_redrawn_noise_moves_a_head_as_its_original_noise_did():

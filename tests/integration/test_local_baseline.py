@@ -21,7 +21,14 @@ from wsi_fl.learning.ensemble import (
     single_federated_ensemble,
     weight_by_sample_size,
 )
-from wsi_fl.learning.tuning import HyperParameters, fit_linear_head, selection_loss, softmax, tune_hyperparameters
+from wsi_fl.learning.tuning import (
+    HyperParameters,
+    _split_folds,
+    fit_linear_head,
+    selection_loss,
+    softmax,
+    tune_hyperparameters,
+)
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.system.files import read_lines
@@ -79,6 +86,15 @@ def test_strength_is_chosen_on_patients_that_were_held_out():
     x = own * 3 + rng.normal(size=(120, 400))
     found = fit_linear_head(x, labels, patients, 2)
     assert found.strength < 1 / 400  # there is nothing to learn
+
+
+def test_rows_that_no_fold_holds_out_leave_the_head_without_a_choice():
+    labels, patients = np.array([1] * 4 + [0] * 8), np.repeat(["a", "b", "c"], [3, 2, 7])
+    x = np.random.default_rng(0).normal(size=(12, 4))
+    (fold,) = _split_folds(labels, patients)  # without the others no row of class 0 is left to train on
+    assert fold.sum() == 3
+    found = fit_linear_head(x, labels, patients, 2)
+    assert (found.loss, found.held_out, found.strength) == (None, None, 1 / 4)
 
 
 @pytest.mark.slow

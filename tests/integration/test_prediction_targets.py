@@ -25,6 +25,7 @@ from wsi_fl.data.tasks import CLASSES, NumberTask, SurvivalTask, mutual_loss, sc
 from wsi_fl.evidence.clinical import describe_clinically
 from wsi_fl.evidence.compare import compare_methods
 from wsi_fl.report.cross_site_section import render_coordinator
+from wsi_fl.report.run_page import _risk_chart
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
@@ -154,9 +155,11 @@ def test_scores_and_intervals_of_survival_are_scikit_survivals(seed):
     found = score_intervals(said, truth, patient, task, repeats=12)
 
     def exact(name, value):
-        pairs = len(set(patient)) // (2 if name == "concordance" else 1)
+        pairs = len(set(patient))
         if name == "concordance" and 0 < value < 1:
             return [value, value]
+        if name == "concordance":  # of two patients each, one of them with the event
+            pairs = min(pairs // 2, len(set(patient[truth[:, 1] == 1])))
         return list(binomtest(round(value * pairs), pairs).proportion_ci(method="exact"))
 
     assert near(found, slow_intervals(slowly, patient, exact, repeats=12))
@@ -182,6 +185,20 @@ def test_survival_curves_and_their_test_are_scikit_survivals(seed):
         expected = None
     found = logrank_test(truth, group)
     assert found == (expected if expected is None else pytest.approx(expected, abs=1e-9))
+
+
+def test_a_p_value_of_the_page_is_never_zero():
+    times = np.arange(40.0)
+    truth, early = np.stack([times, np.ones(40)], 1), np.clip(times[:, None] / 40, 0, 1)
+    chart, said = _risk_chart("S0", truth, early, [40.0])
+    assert said == "Log-rank p < 0.001." and said in chart.alt
+
+
+def test_a_single_event_in_order_proves_little():
+    truth = np.array([[1.0, 1.0]] + [[5.0, 0.0]] * 39)
+    said = np.linspace(0.1, 0.9, 40)[:, None] ** np.arange(1, len(ENDS) + 1)
+    found = score_intervals(said, truth, np.arange(40).astype(str), SurvivalTask(ENDS), repeats=40)
+    assert found["concordance"] == pytest.approx([0.025, 1.0])
 
 
 def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():

@@ -286,8 +286,12 @@ SAYS = {
     "lost": (lambda p: {"summary": {**p.summary, "lost": ["C3"]}}, ("Dropped out during training: C3.",), ()),
     "no merged numbers": (
         lambda p: {"evaluation": {**p.evaluation, "merged": None}},
-        ("evaluated on its own site's part alone",),
-        ("reach an accuracy of",),
+        (
+            "evaluated on its own site's part alone",
+            "Each model on the test part of its site. Rows of",
+            "wsi-fl compare compares",
+        ),
+        ("reach an accuracy of", "On the merged test set", "Merged test set. Rows"),
     ),
     "before evaluation": (
         lambda p: {"evaluation": None, "baselines": (), "stores": ()},
@@ -346,6 +350,15 @@ def test_the_verdict_is_that_of_the_gain(small, low, high, tone, said):
     regular = {**small.baselines[1], "gain": {**known, "verdict": decide_verdict(gain, None)}}
     (found,) = build_headline(replace(small, baselines=[regular]), 4)["verdicts"]
     assert found.tone == tone and said in found.text and "federation reaches 0.71" in found.text
+
+
+@pytest.mark.parametrize(("merged", "n"), [(True, "9"), (False, "18")])
+def test_slides_of_a_tumour_type_are_counted_once(merged, n):
+    page = make_page(n_sites=2, rounds=3, n_overviews=0)
+    lung = {"lung": {"n": 9, "accuracy": 0.8, "macro_accuracy": 0.7}}
+    page = sites_of(page, lambda site: site | {"tumor_types": lung})
+    page = page if merged else replace(page, evaluation={**page.evaluation, "merged": None})
+    assert Document(render_run_page(page)).table("Tumour type", "Slides")["lung"][0] == n
 
 
 @pytest.mark.parametrize("nothing", [None, *nightly(float("nan"))])

@@ -87,7 +87,10 @@ class Task(ABC):
         return score_unweighted(self.build_measure(predictions, truth), len(truth))
 
     def example_scores(self, predictions: PredictionArray, truth: Truth) -> PredictionArray | None:
-        """Return float64[n], the contribution of each example to the first score, their mean; None without a score.
+        """Return float64[n], the contribution of each example to the first score, their mean.
+
+        None without a score, or where the score is of a single example (as the only event), without which there is
+        none: its contribution is then unknown.
 
         They are jackknife pseudo-values: n times the score less n − 1 times the score without the example, centred on
         the score.
@@ -104,7 +107,9 @@ class Task(ABC):
             weights = np.ones((len(rows), n), np.int32)
             weights[np.arange(len(rows)), rows] = 0
             left_out_scores[rows] = measure(weights)[name]
-        pseudo = (n - 1) * (total_score - np.where(np.isfinite(left_out_scores), left_out_scores, total_score))
+        if not np.isfinite(left_out_scores).all():
+            return None
+        pseudo = (n - 1) * (total_score - left_out_scores)
         pseudo_values: PredictionArray = total_score + pseudo - pseudo.mean()
         return pseudo_values
 
@@ -329,16 +334,22 @@ def score_intervals(
     if task.kind == "classes":
         exact = build_exact_interval(measure, truth, cluster, predictions > 0 if task is POSSIBLE_CLASSES else None)
     else:
-        exact = partial(_constant_interval, task, len(np.unique(cluster)))
+        exact = partial(_constant_interval, task, truth, cluster)
     return bootstrap_intervals(measure, task.scores, cluster, exact, repeats=repeats)
 
 
-def _constant_interval(task: Task, n_clusters: int, name: str, value: float) -> list[float] | None:
+def _constant_interval(
+    task: Task, truth: Truth, cluster: NDArray[np.str_], name: str, value: float
+) -> list[float] | None:
     if task.kind == "number":
         return None
-    if name == "concordance" and value not in (0, 1):
+    n_clusters = len(np.unique(cluster))
+    if name != "concordance":
+        return [*share_interval(value, n_clusters)]
+    if value not in (0, 1):
         return [value, value]  # equal risks rank no pair
-    return [*share_interval(value, n_clusters // 2 if name == "concordance" else n_clusters)]
+    n_events = len(np.unique(cluster[truth[:, 1] > 0.5]))  # of each pair one had the event
+    return [*share_interval(value, min(n_clusters // 2, n_events))]
 
 
 def fold_strata(truth: Truth, task: Task) -> NDArray[np.int64]:

@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from wsi_fl.data.metrics import SCORES
-from wsi_fl.data.tasks import CLASSES, Task
+from wsi_fl.data.tasks import Task
 from wsi_fl.evidence.benefit_figure import ALL_SITES, gain_words, verdict_words
 from wsi_fl.evidence.verdict import Estimate, IntervalDocument, decide_verdict, estimate_mean, estimate_ratio
 from wsi_fl.report.formatting import Finding, Json, score_in_sentence
@@ -73,7 +72,7 @@ def compare_by_site(runs: Mapping[str, Sequence[FinishedRun]], test_set: str) ->
         test_set: the test examples, "merged" or each site's "own".
     """
     names = [site["site"] for site in runs["federated"][0].summary["sites"]]
-    scores = {kind: _read_scores(kind_runs, names, test_set) for kind, kind_runs in runs.items()}
+    scores = _read_scores(runs, names, test_set)
     gains = {name: estimate_benefit({kind: sites[name] for kind, sites in scores.items()}) for name in names}
     return _measure_words(scores["federated"][names[0]]), gains
 
@@ -88,17 +87,43 @@ def measure_benefit(runs: Mapping[str, Sequence[FinishedRun]], test_set: str) ->
         runs, test_set: as for the benefit by site.
     """
     names = [site["site"] for site in runs["federated"][0].summary["sites"]]
-    scores = {kind: _pool_sites(_read_scores(kind_runs, names, test_set)) for kind, kind_runs in runs.items()}
+    scores = {kind: _pool_sites(sites) for kind, sites in _read_scores(runs, names, test_set).items()}
     return {"measure": _measure_words(scores["federated"]), **estimate_benefit(scores)}
 
 
-def _read_scores(runs: Iterable[FinishedRun], names: Iterable[str], test_set: str) -> dict[str, ScoreTable]:
-    """Return the scores by site; folds, which share no patients, are pooled."""
+def _read_scores(
+    runs: Mapping[str, Sequence[FinishedRun]], names: Sequence[str], test_set: str
+) -> dict[str, dict[str, ScoreTable]]:
+    """Return the scores by kind of model and by site, all of one measure.
+
+    Where a class is rare in any test set, all classes count equally in every one (balanced accuracy).
+    """
+    task = build_task(runs["federated"][0].pipeline.target)
+    results = {kind: _read_examples(kind_runs, names, test_set, task) for kind, kind_runs in runs.items()}
+    frames = [frame for sites, _ in results.values() for by_seed in sites.values() for frame in by_seed.values()]
+    is_balanced = any(_is_skewed(frame["label"].value_counts()) for frame in frames)
+    score = "macro_accuracy" if is_balanced else task.scores[0]
+    return {
+        kind: {
+            name: build_score_table(
+                {seed: _weight_examples(frame, balanced=is_balanced) for seed, frame in by_seed.items()},
+                score,
+                {seed: noises[name, seed] for seed in by_seed},
+            )
+            for name, by_seed in sites.items()
+        }
+        for kind, (sites, noises) in results.items()
+    }
+
+
+def _read_examples(
+    runs: Iterable[FinishedRun], names: Iterable[str], test_set: str, task: Task
+) -> tuple[dict[str, dict[int, pd.DataFrame]], dict[tuple[str, int], list[Mapping[str, float]]]]:
+    """Return value and label by example, and the noise of each fold, by site and seed; folds, which share no patients,
+    are pooled."""
     examples: dict[str, dict[int, ExampleScores]] = {name: {} for name in names}
     noises: dict[tuple[str, int], list[Mapping[str, float]]] = {}
-    task: Task = CLASSES
     for run in runs:
-        task = build_task(run.pipeline.target)
         rows = {row["site"]: row for row in (run.folder.read("evaluation") or {"sites": []})["sites"]}
         for name, by_seed in examples.items():
             if (example_scores := read_example_scores(run.folder.site_folder(name), test_set, task)) is not None:
@@ -106,21 +131,20 @@ def _read_scores(runs: Iterable[FinishedRun], names: Iterable[str], test_set: st
                 row = rows.get(name, {})
                 noise = (row.get("own", {}) if test_set == "own" else row).get("noise")
                 noises.setdefault((name, run.seed), []).append(noise or {})
-    return {
-        name: build_score_table(
-            {seed: _weight_classes(example_scores) for seed, example_scores in by_seed.items()},
-            task.scores[0],
-            {seed: noises[name, seed] for seed in by_seed},
-        )
+    frames = {
+        name: {
+            seed: pd.DataFrame(scores.values(), ["\n".join(key) for key in scores], ["value", "label"])
+            for seed, scores in by_seed.items()
+        }
         for name, by_seed in examples.items()
     }
+    return frames, noises
 
 
-def _weight_classes(example_scores: ExampleScores) -> pd.DataFrame:
-    """Return value and weight by example; where one class is rare, all classes count equally (balanced accuracy)."""
-    frame = pd.DataFrame(example_scores.values(), ["\n".join(key) for key in example_scores], ["value", "label"])
+def _weight_examples(frame: pd.DataFrame, *, balanced: bool) -> pd.DataFrame:
+    """Return value, label and weight by example, with equal weight of the classes where balanced."""
     counts = frame["label"].value_counts()
-    weights = len(frame) / len(counts) / counts if _is_skewed(counts) else counts * 0 + 1.0
+    weights = len(frame) / len(counts) / counts if balanced else counts * 0 + 1.0
     return frame.assign(weight=frame["label"].map(weights))
 
 
@@ -151,7 +175,7 @@ def build_score_table(
         folds = noises.get(seed, ())
         deviations = [fold[name] for fold in folds if name in fold]
         noise[seed] = hypot(*deviations) / len(deviations) if len(deviations) == len(folds) > 0 else np.nan
-    return ScoreTable(values, weights, pd.Series(noise, seeds, float), next(iter(names.values()), "accuracy"))
+    return ScoreTable(values, weights, pd.Series(noise, seeds, float), next(iter(names.values()), score))
 
 
 def _pool_sites(sites: Mapping[str, ScoreTable]) -> ScoreTable:
@@ -174,7 +198,7 @@ def _measure_words(scores: ScoreTable) -> str:
 
 def estimate_benefit(scores: Mapping[str, ScoreTable]) -> Gain:
     """Return the scores by kind of model, the gain, the pooled gain, the share of the gap closed, and the verdict."""
-    is_bounded = all(table.score in SCORES for table in scores.values())
+    is_bounded = all(table.score != "r2" for table in scores.values())
 
     def estimate_score(table: ScoreTable | None, minimum: float) -> Estimate | None:
         if table is None or not len(rows := table.find_common_rows()):

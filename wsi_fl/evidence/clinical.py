@@ -98,7 +98,9 @@ def _describe_runs(
     first = contexts[0]
     rows = []
     for site in first.members:
-        runs = [patients for context in contexts if (patients := _load_patients(context, site, by))]
+        runs = _load_folds(contexts, site, by)
+        if len({run.any_counts for run in runs}) > 1:
+            runs = _load_folds(contexts, site, by, is_mixed=True)
         if runs:
             has_types = first.task is POSSIBLE_CLASSES
             rows.append(_describe_site(site.name, runs, prevalence, least, has_types=has_types))
@@ -132,12 +134,22 @@ class _SitePatients(NamedTuple):
     point: float | None = None
 
 
-def _load_patients(context: RunContext, site: SiteFile, by: str | None) -> _SitePatients | None:
+def _load_folds(
+    contexts: Sequence[RunContext], site: SiteFile, by: str | None, *, is_mixed: bool = False
+) -> list[_SitePatients]:
+    loaded = (_load_patients(context, site, by, is_mixed=is_mixed) for context in contexts)
+    return [patients for patients in loaded if patients]
+
+
+def _load_patients(context: RunContext, site: SiteFile, by: str | None, *, is_mixed: bool) -> _SitePatients | None:
     folder = context.run.site_folder(site.name)
     table = read_predictions(folder)
     if table is None or not len(table):
         return None
-    (rows, any_counts), choice = _group_by_patient(table), folder.read_document("prediction_model") or {}
+    (rows, any_counts), choice = (
+        _group_by_patient(table, is_mixed=is_mixed),
+        folder.read_document("prediction_model") or {},
+    )
     if len(table.outputs) != 2:
         point = None  # the most probable class is predicted
         rows["predicted"] = rows.drop(columns="truth").to_numpy().argmax(1)
@@ -149,7 +161,7 @@ def _load_patients(context: RunContext, site: SiteFile, by: str | None) -> _Site
         rows["group"] = _group_of_patients(context.study, site, table, by).reindex(rows.index, fill_value="")
     local_table = read_predictions(folder, model=LOCAL) if table.model != LOCAL else None
     if local_table is not None:
-        rows = rows.join(_group_by_patient(local_table)[0].add_suffix("_local"))
+        rows = rows.join(_group_by_patient(local_table, is_mixed=is_mixed)[0].add_suffix("_local"))
     return _SitePatients(rows, table, any_counts, point)
 
 
@@ -190,11 +202,11 @@ def _describe_site(
     }
 
 
-def _group_by_patient(table: PredictionTable) -> tuple[pd.DataFrame, bool]:
+def _group_by_patient(table: PredictionTable, *, is_mixed: bool) -> tuple[pd.DataFrame, bool]:
     """Aggregate predictions by patient; an example without a known patient is one of its own."""
     rows = np.char.add("row ", np.arange(len(table)).astype(str))
     patient_names = np.where(table.patient == "", rows, table.qualify_names("patient"))
-    return measures.aggregate_patients(table.model_predictions, table.truth, patient_names)
+    return measures.aggregate_patients(table.model_predictions, table.truth, patient_names, is_mixed=is_mixed)
 
 
 def _group_of_patients(study: Study, site: SiteFile, table: PredictionTable, by: str) -> pd.Series:

@@ -37,12 +37,17 @@ class _Interval:
     n: int
 
 
-def aggregate_patients(probabilities: _Floats, truth: NDArray[np.int64], patient: _Names) -> tuple[pd.DataFrame, bool]:
+def aggregate_patients(
+    probabilities: _Floats, truth: NDArray[np.int64], patient: _Names, *, is_mixed: bool = False
+) -> tuple[pd.DataFrame, bool]:
     """Aggregate probabilities float64[n, k] and truth int64[n] of examples by patient.
 
     Where examples of a patient are of different classes, as patches with and without tumour are, a patient of a
     two-class task is positive when any example is, and the score is the mean of the highest tenth. Otherwise a
     patient's probabilities are the means, and the class is the most frequent one.
+
+    Args:
+        is_mixed: whether patients of another fold have examples of different classes; all folds have one rule.
 
     Returns:
         A row for each patient, with the probabilities of the classes (0, 1, …) and the `truth`; whether any example
@@ -53,7 +58,8 @@ def aggregate_patients(probabilities: _Floats, truth: NDArray[np.int64], patient
     if len(names) < len(patient):
         counts = np.zeros((len(names), probabilities.shape[1]))
         np.add.at(counts, (patient_index, truth), 1)
-        if ((counts > 0).sum(1) > 1).any() and (slides := aggregate_slides(probabilities, truth, patient)):
+        is_mixed = is_mixed or bool(((counts > 0).sum(1) > 1).any())
+        if is_mixed and (slides := aggregate_slides(probabilities, truth, patient)):
             probabilities, truth, first = slides
             any_counts = True
         else:

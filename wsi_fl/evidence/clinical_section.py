@@ -102,8 +102,11 @@ def _decision_curves(document: Json, colors: Mapping[str, str]) -> list[tuple[st
     """Return a decision curve for every class, with a line per site whose net benefit is known."""
     charts = []
     thresholds = document["thresholds"]
-    for name in document["sites"][0]["classes"]:
-        benefit = {site["site"]: site["classes"][name]["net_benefit"] for site in document["sites"]}
+    for name in {name: None for site in document["sites"] for name in site["classes"]}:
+        of_class = {
+            site["site"]: site["classes"].get(name) for site in document["sites"]
+        }  # None where none may have it
+        benefit = {site: measures["net_benefit"] for site, measures in of_class.items() if measures}
         # a site's curve, as its share of cases has it
         treat_all_curves = {tuple(curves["everybody"]): site for site, curves in benefit.items()}
         lines = {site: curves["model"] for site, curves in benefit.items() if formatting.is_number(curves["model"][0])}

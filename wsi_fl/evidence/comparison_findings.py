@@ -63,7 +63,7 @@ def list_comparison_findings(
     pooled = next((row["label"] for row in rows if formatting.is_pooled(row["method"]) and not row["dp"]), None)
     return [Finding("unclear", f"A{LOCAL_BASELINE[1:]} {reached}.")] + [
         describe_benefit(gain, _score_text(row, gain.get("federated") or row[metric]), LOCAL_BASELINE)
-        if (gain := (gains or {}).get(row["label"]))
+        if (gain := (gains or {}).get(row["label"])) and gain["gain"]
         else _local_comparison(row, test, known_gain if row["label"] == pooled else None, mean_text)
         for row in rows
         if (test := tests_by_row.get((row["label"], metric)))
@@ -80,7 +80,9 @@ def _local_comparison(row: Json, test: Json, pooled_gain: Json | None, mean_text
     score_text = f"{_score_text(row, row[test['metric']])}{mean_text}"
     if not formatting.is_federated(row["method"]):
         distance = f"{abs(d):.2f} {'above' if d > 0 else 'below'}" if round(abs(d), 2) else "as much as"
-        gain_text = f"{distance} {LOCAL_BASELINE} ({format_p_value(test['p_holm'])} over {count_pairs(test)})"
+        gain_text = (
+            f"{distance} {LOCAL_BASELINE} ({formatting.format_p_value(test['p_holm'])} over {count_pairs(test)})"
+        )
         if pooled_gain:
             score_text = _score_text(row, pooled_gain["pooled"])
             gain_text = f"{gain_words({'gain': pooled_gain['pooled_gain']})} over {LOCAL_BASELINE}"
@@ -105,17 +107,6 @@ def _score_text(row: Json, value: Json) -> str:
         subject = ", ".join(filter(None, (with_dp, settings_words(row["settings"]))))
     text = f"{subject} reaches {format_number(value['mean'], 2)}"
     return f"{text} (ε {row['guarantee']} {format_number(row['epsilon'], 1)})" if is_number(row["epsilon"]) else text
-
-
-def format_p_value(p: float | None) -> str:
-    """Return a p-value in words.
-
-    >>> format_p_value(0.0312), format_p_value(2e-6), format_p_value(None)
-    ('p = 0.031', 'p < 0.001', 'no p-value')
-    """
-    if p is None:
-        return "no p-value"
-    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
 
 
 def list_cautions(rows: Sequence[Json], tests: Sequence[Json], *, classes: bool = True) -> list[str]:

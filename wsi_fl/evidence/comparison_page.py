@@ -61,7 +61,7 @@ def render_comparison_page(document: Json, series: Sequence[ChartRow], *, create
         "gains": benefit_figure.list_benefit_rows(gains) if gains else [],
         "said": benefit_figure,
         "settings_words": comparison_findings.settings_words,
-        "p_value": comparison_findings.format_p_value,
+        "p_value": formatting.format_p_value,
         "metrics": metrics,
         "tested": metrics | ({local_score: "Own part"} if document["on"] == "merged" else {}),
         "differences": _group_tests(document["paired"]),

@@ -112,7 +112,9 @@ def _cross_validate(
     evaluate: Callable[[NDArray[np.float64]], tuple[float, PredictionArray]],
     folds: Sequence[NDArray[np.bool_]],
 ) -> FittedHead:
-    """Return the head of the strength with the least loss on held-out rows."""
+    """Return the head of the strength with the least loss on held-out rows; of the default one where folds leave out
+    rows, which then have no held-out prediction."""
+    folds = folds if np.any(folds, axis=0).all() else ()
     d, x = x.shape[1], x.astype(np.float64)
     basis = np.linalg.qr(x.T)[0] if len(x) < d else np.eye(d)
     rows, candidates = x @ basis, []

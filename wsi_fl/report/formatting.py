@@ -160,6 +160,17 @@ def format_signed(value: Any, digits: int = 2) -> str:
     return f"{sign}{abs(rounded):.{digits}f}"
 
 
+def format_p_value(p: float | None) -> str:
+    """Return a p-value in words.
+
+    >>> format_p_value(0.0312), format_p_value(2e-6), format_p_value(None)
+    ('p = 0.031', 'p < 0.001', 'no p-value')
+    """
+    if p is None:
+        return "no p-value"
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
+
+
 def format_percent(share: Any, digits: int = 0) -> str:
     """Return a share in percent.
 

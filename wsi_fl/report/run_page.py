@@ -13,7 +13,7 @@ from wsi_fl.data.metrics import mean_and_sd
 from wsi_fl.data.survival import compute_risk, kaplan_meier, logrank_test
 from wsi_fl.report import cross_site_section, figures, formatting, inline_pictures, run_sections
 from wsi_fl.report.figures import ACCENT, INK, MUTED, N_COLORS, TOKENS, Chart, open_figure, render_svg
-from wsi_fl.report.formatting import Json, format_number
+from wsi_fl.report.formatting import Json
 from wsi_fl.report.run_sections import Page
 from wsi_fl.report.sections import SectionContext, build_sections
 from wsi_fl.report.templates import fill_template
@@ -67,7 +67,7 @@ def render_run_page(page: Page, run_context: Any = None) -> str:
         "data": _summarize_data(page),
         "slidewise": page.examples != "patches",
         "unscored": formatting.describe_unscored((page.evaluation or {}).get("unscored", {})),
-        "tumor_types": _summarize_tumor_types(evaluated),
+        "tumor_types": _summarize_tumor_types(evaluated, merged=bool(evaluation.get("merged"))),
         "traffic": run_sections.sum_traffic(page),
         "patches": _encode_pictures(page.patches, page.classes, _PATCHES_SHOWN // (2 if many else 1)),
         "overviews": inline_pictures.encode_overviews(page.overviews),
@@ -107,8 +107,12 @@ def _summarize_data(page: Page) -> dict[str, object]:
     }
 
 
-def _summarize_tumor_types(evaluated: Sequence[Json]) -> list[dict[str, object]]:
-    """Return by tumour type the slides, and mean ± sd over sites of both accuracies."""
+def _summarize_tumor_types(evaluated: Sequence[Json], *, merged: bool) -> list[dict[str, object]]:
+    """Return by tumour type the slides, and mean ± sd over sites of both accuracies.
+
+    Args:
+        merged: whether all models were tested on the same slides, else each on those of its site.
+    """
     rows_by_type: dict[str, list[Json]] = {}
     for site in evaluated:
         for kind, row in (site.get("tumor_types") or {}).items():
@@ -116,7 +120,7 @@ def _summarize_tumor_types(evaluated: Sequence[Json]) -> list[dict[str, object]]
     return [
         {
             "name": kind,
-            "n": max(row["n"] for row in rows),
+            "n": (max if merged else sum)(row["n"] for row in rows),
             **{key: mean_and_sd([row[key] for row in rows]) for key in ("accuracy", "macro_accuracy")},
         }
         for kind, rows in sorted(rows_by_type.items())
@@ -166,6 +170,8 @@ def _risk_chart(site: str, truth: _Floats, predictions: _Floats, ends: list[floa
                 axes.step(times, share, where="post", color=color, label=f"{name} ({int(group.sum())})")
         axes.set(ylim=(0, 1.03), xlabel="time", ylabel="without the event")
         axes.legend(frameon=False, loc="lower left")
-        test_text = "Too few patients or events for a test." if p is None else f"Log-rank p = {format_number(p)}."
+        test_text = (
+            "Too few patients or events for a test." if p is None else f"Log-rank {formatting.format_p_value(p)}."
+        )
         alt = f"Kaplan–Meier curves of two halves of {len(truth)} test patients of {site}. {test_text}"
         return Chart(render_svg(figure, f"Survival by predicted risk, {site}"), alt), test_text
