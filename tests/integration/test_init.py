@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ def test_study_from_camelyon17_finds_every_slide(tmp_path, style, relative, monk
         assert all(r.supervision != "weak" for r in records)
         first = (study.root / "sites" / f"{site.name}.toml").read_text().split("\n")[0]
         assert first.startswith(f"# wsi-fl tile --site {site.name} ")
+
+
+@pytest.mark.parametrize("has_archive", [True, False])
+def test_the_next_command_enters_a_folder_with_a_space(tmp_path, has_archive):
+    given = {"archive": camelyon17(tmp_path / "a", "images")} if has_archive else {"names": ["A"]}
+    *_, line = render_init_lines(init_study(tmp_path / "my study", **given))
+    assert shlex.split(line.text.partition("next: ")[2])[:3] == ["cd", str(tmp_path / "my study"), "&&"]
 
 
 def test_real_sites_allow_no_share_by_default_and_get_their_first_steps(tmp_path):

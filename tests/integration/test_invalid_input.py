@@ -11,7 +11,7 @@ import pytest
 from conftest import pair, write_features
 
 from wsi_fl.slides.patching.annotations import read_annotations
-from wsi_fl.stages.site.privacy_account import plan_round
+from wsi_fl.stages.site.privacy_account import plan_round, require_budget
 from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.training.checks import check_run
 from wsi_fl.stores.bag_store import BagStore
@@ -83,6 +83,7 @@ def test_every_number_has_bounds(model):
         ("=5", ("section.key=value",)),
         ("train.roundes=5", ("small.toml with --set", "did you mean 'rounds'")),
         ("train.rounds.x=5", ("rounds is not a section",)),
+        ("tile.qc=[['pen']]", ("tile.qc", "'pen', 'black' or 'blur'")),
         ("train.rounds=", ("train.rounds", "integer")),
         ("rounds=5", ("unknown key 'rounds'",)),
         ("predict.modle=mean", ("did you mean 'model'?",)),
@@ -93,12 +94,21 @@ def test_a_mistake_in_an_override_is_refused_by_its_key(study, override, words):
 
 
 def test_a_batch_larger_than_the_hospital_or_a_delta_above_one_in_n_is_refused():
-    def plan(delta=1e-5, **train):
-        return plan_round(SiteFile(name="A", max_epsilon=9.0, delta=delta), Pipeline(train=train), 50)
+    def plan(delta=1e-5, target=None, **train):
+        pipeline = Pipeline(train=train).replace_keys(privacy={"target_epsilon": target})
+        return plan_round(SiteFile(name="A", max_epsilon=9.0, delta=delta), pipeline, 50)
 
     require_refusal(lambda: plan(batch_size=100), "train.batch_size = 100", "50 training rows")
     require_refusal(lambda: plan(delta=0.5), "set delta below")
-    assert plan() is not None
+    require_refusal(lambda: plan(delta=0.5, target=3.0), "set delta below 0.02")
+    assert plan() is not None and plan(target=3.0) is not None
+
+
+def test_a_budget_above_any_private_epsilon_is_refused_unless_models_may_leave_without():
+    site = SiteFile(name="A", max_epsilon=500.0, delta=1e-5)
+    require_refusal(lambda: require_budget(site), "max_epsilon = 500", "max_epsilon = 100 or less")
+    require_budget(site.model_copy(update={"max_epsilon": 100.0}))
+    require_budget(site.model_copy(update={"allow": ["model"]}))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +127,9 @@ def test_simulated_sites_get_warnings_of_batch_size_and_delta(study, capsys, ove
         (("privacy", "--n", "10", "--batch-size", "100", "--sigma", "1"), ("--batch-size 100", "10 rows")),
         (("train", "--method", "fedsgd"), ("unknown method 'fedsgd'", "proxyfl")),
         (("train", "--seeds", "1000000000000000"), ("--seeds", "1000")),
+        (("train", "--dry-run", "--seeds", "3"), ("single new run", "--seeds")),
+        (("train", "--dry-run", "--resume", "1"), ("single new run", "--resume")),
+        (("train", "--dry-run", "--leave-site-out"), ("single new run", "train.left_out=NAME")),
         (("train", "--folds", "1000000000"), ("train.folds", "1000")),
         (("partition", ".", "--sites", "1000000000"), ("--sites", "10000")),
         (("partition", ".", "--sites", "2", "--seed", str(2**64)), ("--seed",)),
@@ -131,6 +144,8 @@ def test_simulated_sites_get_warnings_of_batch_size_and_delta(study, capsys, ove
         (("privacy", "--n", "100", "--sigma", "1", "--delta", "0"), ("--delta 0: ", "such as 1e-5")),
         (("privacy", "--n", "100", "--sigma", "1", "--delta", "1e-320"), ("--delta ", "such as 1e-5")),
         (("privacy", "--n", "100", "--target-epsilon", "0"), ("--target-epsilon",)),
+        (("privacy", "--n", "100", "--sigma", "1", "--batch-size", "100", "--rounds", "0.5"), ("less than one step",)),
+        (("privacy", "--n", "9", "--target-epsilon", "1", "--batch-size", "9", "--rounds", "0"), ("one step",)),
     ],
 )
 def test_numbers_of_the_command_line_have_bounds_and_methods_are_known(study, wsi_fl, arguments, words):

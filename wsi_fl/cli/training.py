@@ -111,6 +111,11 @@ def train(
         not is_new or not (resume or dry_run),
         "--new starts a run; leave out --resume, which continues one, and --dry-run",
     )
+    _check_options(
+        not dry_run or not (resume or seeds is not None or leave_site_out),
+        "--dry-run shows the cost of a single new run; leave out --resume, --seeds and --leave-site-out (and name the "
+        "site that is left out by --set train.left_out=NAME)",
+    )
     _check_options(not without or resume, "--without belongs to --resume; a new run takes its sites from the pipeline")
     names = list_names(lambda row: row.load_baselines is not None)
     _check_options(not baselines or (load_baselines and is_new_run), f"--baselines belongs to --method {names}, alone")

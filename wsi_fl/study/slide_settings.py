@@ -65,7 +65,7 @@ class TileSettings(Section):
         """Return the default shares of a list of artifacts."""
         if not isinstance(value, list):
             return value
-        return {str(artifact): _DEFAULT_SHARES.get(artifact, 1.0) for artifact in value}
+        return {str(artifact): _DEFAULT_SHARES.get(str(artifact), 1.0) for artifact in value}
 
 
 class TissueSettings(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -180,7 +181,7 @@ def _open_session(kit: Kit) -> Iterator[Session]:
             raise mark_fault(WsiFlError(step.said), step.fault) from None
         raise WsiFlError(
             f"the server {kit.document['server']} does not let the coordinator in: {single_line(error)}; "
-            f"`wsi-fl federation check {kit.path}` looks for the reason"
+            f"`wsi-fl federation check {shlex.quote(str(kit.path))}` looks for the reason"
         ) from None
     try:
         with redirect_stdout(output):

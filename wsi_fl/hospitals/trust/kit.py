@@ -8,6 +8,7 @@ a server, or by a shared folder. A server is reached directly, or through the HT
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 import ssl
 from base64 import b64encode
@@ -138,7 +139,8 @@ class Kit:
         days_left = (verify_certificate(identity.certificate, identity.root).until - datetime.now(UTC)).days
         if days_left >= RENEWAL_DAYS:
             return ""
-        return f"the certificate of {self.name} ends in {days_left} days: `wsi-fl federation renew --kit {self.path}`"
+        command = f"wsi-fl federation renew --kit {shlex.quote(str(self.path))}"
+        return f"the certificate of {self.name} ends in {days_left} days: `{command}`"
 
 
 def refuse_revoked(context: ssl.SSLContext, root: Path) -> ssl.SSLContext:

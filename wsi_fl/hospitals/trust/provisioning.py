@@ -7,6 +7,7 @@ sides verify them by reading a fingerprint out by telephone.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -341,7 +342,7 @@ def kit_lines(document: _CompletedKit) -> Lines:
     yield TextLine(f"{document['kit']} is the kit {owner}")
     yield TextLine(f"  reached by {document.get('server') or document.get('folder')}")
     yield fingerprint_line("the root CA", document["fingerprint"])
-    yield TextLine(f"next: wsi-fl federation check {document['kit']}")
+    yield TextLine(f"next: wsi-fl federation check {shlex.quote(document['kit'])}")
 
 
 def _load_document(file: Path, expected_format: str) -> tuple[Mapping[str, Any], Role]:

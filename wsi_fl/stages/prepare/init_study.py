@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -140,13 +141,14 @@ def _init_features(folder: Path, archive: Path, tables: ArchiveTables, pipeline:
     texts = {site: _render_settings({"name": site, **values}, site, command) for site in federation.sites}
     _write_study(folder, federation.pipelines, texts, {LABEL_TABLE: federation.label_table})
     name = tables.targets[0].partition(":")[0]
+    options = shlex.join(["--labels", LABEL_TABLE, "--hospitals", "site", "--target", name])
     return {
         "study": str(folder),
         "layout": "tcga",
         "pipelines": [*federation.pipelines],
         "sites": [{"site": site, "slides": m, "patients": n} for site, (n, m) in federation.sites.items()],
         "notes": federation.notes,
-        "next": f"wsi-fl bench {archive.resolve()} --labels {LABEL_TABLE} --hospitals site --target {name}",
+        "next": f"wsi-fl bench {shlex.quote(str(archive.resolve()))} {options}",
     }
 
 
@@ -341,15 +343,14 @@ def render_init_lines(document: _InitDocument) -> Lines:
             f"  {_PAPER} repeats the paper, from random weights; --pipeline {_START} starts from published weights "
             "and guarantees ε: a hospital should begin with it"
         )
+    enter = f"study ready; next: cd {shlex.quote(document['study'])} && "
     if "next" in document:
-        yield TextLine(f"study ready; next: cd {document['study']} && {document['next']}")
+        yield TextLine(f"{enter}{document['next']}")
     elif document["sites"] and document["layout"] is None:
-        yield TextLine(
-            f"study ready; next: cd {document['study']} && wsi-fl import --site {document['sites'][0]['site']} …"
-        )
+        yield TextLine(f"{enter}wsi-fl import --site {document['sites'][0]['site']} …")
     elif document["sites"]:
         command = _next_command(document.get("subtypes", {}))
-        yield TextLine(f"study ready; next: cd {document['study']} && wsi-fl {command} --all")
+        yield TextLine(f"{enter}wsi-fl {command} --all")
     else:
         yield TextLine(
             f"study ready; write a site file for each hospital in {document['study']}/sites, then wsi-fl tile --all; "

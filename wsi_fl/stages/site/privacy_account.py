@@ -21,10 +21,10 @@ from wsi_fl.data.privacy_units import PrivacyUnits, patient_units, row_units
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.privacy.accounting import MAX_GROUP_EPSILON, Mechanism, epsilon, find_sigma, group_epsilon
-from wsi_fl.privacy.guarantee import PrivacyTerms
+from wsi_fl.privacy.guarantee import MAX_PROTECTIVE_EPSILON, PrivacyTerms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Guarantee
-from wsi_fl.privacy.privacy_plan import PrivacyPlan, list_differences, plan_of_round
+from wsi_fl.privacy.privacy_plan import PrivacyPlan, explain_large_delta, list_differences, plan_of_round
 from wsi_fl.privacy.privacy_plan import propose_plan as best_plan
 from wsi_fl.runs.site_folder import SiteFolder
 from wsi_fl.stages.site.example_kind import counts_patients
@@ -72,12 +72,17 @@ def costs_epsilon(pipeline: Pipeline) -> bool:
 
 
 def require_budget(site: SiteFile) -> None:
-    """Refuse to spend for a real hospital whose file lacks max_epsilon or delta."""
+    """Refuse to spend for a real hospital without max_epsilon and delta, or with a budget above any meaningful ε."""
     missing = [key for key in ("max_epsilon", "delta") if getattr(site, key) is None]
     if site.real and missing:
         raise UsageError(
             f"sites/{site.name}.toml: a real hospital spends only what its own file allows; write "
             f"{' and '.join(missing)} there, for example max_epsilon = 3.0 and delta = 1e-5"
+        )
+    if (site.max_epsilon or 0) > MAX_PROTECTIVE_EPSILON and not site.allows("model"):
+        raise UsageError(
+            f"sites/{site.name}.toml: max_epsilon = {site.max_epsilon:g}, but no model leaves as private at an ε above "
+            f"{MAX_PROTECTIVE_EPSILON:g}; write max_epsilon = {MAX_PROTECTIVE_EPSILON:g} or less there"
         )
 
 
@@ -116,7 +121,9 @@ def plan_round(
     train, privacy, batch_size = pipeline.train, pipeline.privacy, find_batch_size(site, pipeline)
     if not privacy.enabled:
         return None
-    round_of = _round_factory(site, pipeline, n)
+    round_of, delta = _round_factory(site, pipeline, n), site.delta or privacy.delta
+    if site.real and costs_epsilon(pipeline) and (problem := explain_large_delta(delta, n, privacy.unit)):
+        raise UsageError(f"site {site.name}: {problem}")
     try:
         if privacy.target_epsilon is None:
             if site.real and not is_single_release and privacy.has_noise and batch_size > n:
@@ -124,15 +131,12 @@ def plan_round(
                     f"{describe_batch_size(site, pipeline)} exceeds this site's {n} training {privacy.unit}s "
                     f"(noisy gradient sums are divided by it); use {n} or less"
                 )
-            plan = round_of(batch_size=n if is_single_release else batch_size, sigma=privacy.sigma)
-            if site.real and costs_epsilon(pipeline):
-                plan.refuse_large_delta()
-            return plan
+            return round_of(batch_size=n if is_single_release else batch_size, sigma=privacy.sigma)
         budget = site.max_epsilon or privacy.target_epsilon
         ever = [(site.max_epsilon, past)] if site.real and site.max_epsilon is not None else []
         limits = [(min(privacy.target_epsilon, budget), spent), *ever]
         epochs = 0 if is_single_release else train.rounds * train.epochs_per_round
-        batch_size, sigma = _meet_limits(limits, n, epochs, site.delta or privacy.delta, privacy.clip)
+        batch_size, sigma = _meet_limits(limits, n, epochs, delta, privacy.clip)
         return round_of(batch_size=batch_size, sigma=sigma)
     except UsageError as error:
         raised = "; raise privacy.target_epsilon or its max_epsilon, or leave it out"

@@ -51,6 +51,8 @@ def compute_privacy(
         options = list_proposals(n, epochs, target_epsilon, delta)
         best = propose_plan(n, epochs, target_epsilon, delta)
         mechanism, batch_size = best.mechanism, best.batch_size
+    if not mechanism.steps:
+        raise UsageError(f"{epochs:g} epochs make less than one step; ask for more rounds")
     value = accounting.epsilon([mechanism], delta)
     patient_epsilon = accounting.group_epsilon([mechanism], delta, group) if group else None
     return {
