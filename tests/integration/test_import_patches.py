@@ -84,6 +84,19 @@ def test_images_of_one_patient_are_in_one_split(study, tmp_path):
     )
 
 
+def test_a_table_of_patients_that_is_unclear_is_refused_and_rows_of_other_sites_are_ignored(study, tmp_path):
+    folder, table = class_folders(tmp_path / "NCT"), tmp_path / "t.csv"
+    names = [f"{name}-{number:02}" for name in ("ADI", "TUM") for number in range(10)]
+    rows = [f"{name},p{k % 5},C1" for k, name in enumerate(names)]
+    for other, words in ((f"{names[0]},p1,C1", "and of p0 in a line above"), ("x,NA,C1", "'NA' means unknown")):
+        table.write_text("\n".join(["slide,patient,site", *rows, other]))
+        refused(lambda: brought(study, folder, labels=table), "t.csv line 22", words)
+    table.write_text("\n".join(["slide,patient,site", *rows, *(f"{name},q,C2" for name in names)]))
+    assert brought(study, folder, labels=table)["patients"] == 5
+    table.write_text("slide,patient,site\nADI-00,q,C2\n")
+    refused(lambda: brought(study, folder, labels=table), "t.csv: has no row of site C1")
+
+
 def test_equal_names_in_two_classes_are_two_patients_and_two_rows(study, tmp_path):
     folder = tmp_path / "BACH"
     for name in ("Benign", "InSitu"):

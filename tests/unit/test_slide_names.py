@@ -56,6 +56,8 @@ def test_placeholders_are_no_patient_and_no_label(tmp_path, word):
     root = archive(tmp_path, f"{HEADER}\na.tif,p,A,tumor\nb.tif,q,A,{word}\n")
     records, aside = read_generic(root, site="A")
     assert [one.slide for one in records] == ["a"] and "has no label (slides.csv line 3)" in aside[0].reason
+    root = archive(tmp_path, f"{HEADER},mpp\na.tif,p,A,tumor,{word}\nb.tif,q,A,tumor,0.5\n")
+    assert [one.mpp_override for one in read_generic(root, site="A")[0]] == [None, 0.5]
 
 
 @pytest.mark.parametrize("name", ["0", "no", "Nandi", "Nona", "N1", "-1"])
@@ -164,4 +166,5 @@ def test_an_unmatched_split_table_is_refused_with_names_of_both_tables(tmp_path)
 def test_a_slide_of_a_table_is_its_files_name_without_folder_and_suffix():
     known = {"a", "b.c", "d\\e"}
     named = {"D:\\x\\a.svs": "a", "/y/b.c": "b.c", "b.c.h5": "b.c", "d\\e": "d\\e", "z.tif": "z.tif"}
+    named |= {"a.1": "a.1", "a.B": "a.B", "a.QPTIFF": "a"}  # a.1 is no file of slide a
     assert {text: match_slide_name(text, known) for text in named} == named
