@@ -49,7 +49,7 @@ from wsi_fl.types import GridSpec, Images, SlideRecord, UsageError, WsiFlError, 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
 """Largest number of images in a batch, as in `evaluate`, and of their pixels."""
 _THUMBNAIL_PX = 1200
-_FEATURE_SUFFIXES = (".h5", ".h5ad", ".pt")
+_FEATURE_SUFFIXES = (".h5", ".h5ad", ".npz", ".pt")
 """Suffixes of imported feature files, which have no pixels."""
 
 _Floats = NDArray[np.float64]
@@ -232,7 +232,7 @@ class Predictor:
         row, path, mpp_l0 = self._find_row(record), _find_slide_file(self.study, self.site, record), None
         if self.store is not None and row is not None:
             bag, mpp_l0 = self.store.read_bag(row), None if self.store.mpp_l0 is None else self.store.mpp_l0[row]
-            path = None if self._has_imported_features and path and path.suffix in _FEATURE_SUFFIXES else path
+            path = None if self._has_imported_features and path and path.suffix.lower() in _FEATURE_SUFFIXES else path
         elif path is None:
             raise WsiFlError(f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics")
         else:
