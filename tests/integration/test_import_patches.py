@@ -2,6 +2,7 @@
 
 import csv
 import json
+from unicodedata import normalize
 
 import h5py
 import numpy as np
@@ -108,6 +109,20 @@ def test_equal_names_in_two_classes_are_two_patients_and_two_rows(study, tmp_pat
     rows = [f"{name}/{number:02},{name}" for name in ("Benign", "InSitu") for number in range(5)]
     table.write_text("\n".join(["slide,patient", *rows]))
     assert brought(study, folder, labels=table)["patients"] == 2
+
+
+def test_images_match_their_table_and_classes_in_any_unicode_form(study, tmp_path):
+    folder, table = tmp_path / "data", tmp_path / "t.csv"
+    class_folders(folder / "train", [normalize("NFD", "Drüse"), "TUM"], 3)
+    class_folders(folder / "test", ["Drüse", "TUM"], 2)
+    names = [f"{name}/{name}-{number:02}" for name in ("Drüse", "TUM") for number in range(3)]
+    table.write_text("slide,patient\n" + "".join(f"{name},p{k}\n" for k, name in enumerate(names)), encoding="utf-8")
+    for path in (folder / "test").glob("*/*"):
+        path.rename(path.with_name(f"test-{path.name}"))
+    with table.open("a", encoding="utf-8") as file:
+        file.writelines(f"{path.parent.name}/{path.stem},q\n" for path in (folder / "test").glob("*/*"))
+    (row,) = brought(study, folder, labels=table)["sites"]
+    assert row["classes"] == {"Drüse": 3, "TUM": 3} and row["test"] == 4
 
 
 def test_pcams_files_keep_their_test_set_and_their_slides(study, tmp_path):
