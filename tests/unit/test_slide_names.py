@@ -56,8 +56,6 @@ def test_placeholders_are_no_patient_and_no_label(tmp_path, word):
     root = archive(tmp_path, f"{HEADER}\na.tif,p,A,tumor\nb.tif,q,A,{word}\n")
     records, aside = read_generic(root, site="A")
     assert [one.slide for one in records] == ["a"] and "has no label (slides.csv line 3)" in aside[0].reason
-    root = archive(tmp_path, f"{HEADER},mpp\na.tif,p,A,tumor,{word}\nb.tif,q,A,tumor,0.5\n")
-    assert [one.mpp_override for one in read_generic(root, site="A")[0]] == [None, 0.5]
 
 
 @pytest.mark.parametrize("name", ["0", "no", "Nandi", "Nona", "N1", "-1"])

@@ -274,7 +274,7 @@ def read_split(row: TableRow) -> str | None:
 
 def read_mpp(row: TableRow, default: float | None) -> float | None:
     """Return the µm per pixel of a row, or the default; UsageError for an implausible number."""
-    if not (text := row.read_value("mpp")):
+    if not (text := row.get("mpp")):
         return default
     lowest, highest = MPP_BOUNDS
     try:
