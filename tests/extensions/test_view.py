@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -38,9 +39,10 @@ from wsi_fl.stages.evaluation.predict import predict, write_patch_table
 from wsi_fl.stages.evaluation.slide_predictor import SlidePrediction
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.site.site_data import open_store
+from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.system.extras import explain_missing
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import BagTable, GridSpec, WsiFlError
 from wsi_fl.viewer import gallery as galleries
 from wsi_fl.viewer import server as servers
 from wsi_fl.viewer import site_layers
@@ -433,6 +435,18 @@ def test_the_attention_layer_is_relative_to_the_highest_attention(archive, tmp_p
     assert (model["columns"], model["shown"], model["values"][1]) == (["luad", "lusc"], 1, [0.1, 0.8, 0.5])
     write_patch_table(tmp_path / "patches.csv", xy_l0, None, answer.columns)
     assert said.list_overlays() == [], "nobody knows where the patches lie"
+
+
+def test_patches_of_imported_features_are_as_large_as_they_were_cut(tmp_path):
+    """256 pixels "at 20x" are 512 level-0 pixels for TRIDENT, whatever the slide's µm per pixel."""
+    table = BagTable(np.zeros(1, np.int64), *(np.array([text]) for text in ("", "a", "p", "train")))
+    meta, bag = (
+        BagMeta("S", ("x", "y"), "uni", GridSpec(256, 0.5, 256), "import"),
+        Bag(np.ones((1, 2), np.float32), np.full((1, 2), 300)),
+    )
+    write_bags(tmp_path / "mosaic.h5", meta, table, [bag], np.array([0.25]))
+    with BagStore(tmp_path / "mosaic.h5") as store:
+        assert site_layers._draw_mosaic(store, 0, SimpleNamespace(mpp=0.2308))["side"] == 512
 
 
 def test_a_viewer_of_one_site_never_shows_the_slide_of_another(predicted, archive):

@@ -4,12 +4,14 @@ import csv
 import json
 import pickle
 import shutil
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import torch
 from conftest import refused
+from PIL import Image
 from training_runs import trained
 
 from wsi_fl.stages.evaluation.export_model import export_model
@@ -407,6 +409,33 @@ def test_exported_features_load_in_clams_training(study, tmp_path):
                 assert file["coords"].attrs["patch_size_level0"] == round(128 / store.mpp_l0[k])
             assert features.dtype == torch.float32 and np.array_equal(features, store.read_bag(k).features)
             assert row["label"] in CLASSES and row["case_id"] == store.table.patient[k]
+
+
+def test_patches_of_other_tools_are_shown_where_they_were_cut(study, tmp_path):
+    """TRIDENT's grid begins at the tissue, and it rounds magnifications: 512 pixels of 0.2308 µm are 256 "at 20x"."""
+    names = ["a", "b", "b.1", "b.2", *"cdef"]
+    folder, _ = of_trident(tmp_path / "job", names)
+    for path in folder.iterdir():
+        with h5py.File(path, "a") as file:
+            file["coords"][:] += 300
+    split, mpp = ["train"] * 6 + ["test"] * 2, [0.2308] * 8
+    for measured in ({}, {"mpp": mpp}):
+        brought(study, "trident", folder, labels(tmp_path / "labels.csv", names, split=split, **measured))
+        export_features(study, site="S0", form="trident", out=tmp_path / "out")
+        with h5py.File(tmp_path / "out" / "features_uni_v1" / "a.h5") as file:
+            assert file["coords"].attrs["patch_size_level0"] == 512
+    Image.new("RGB", (4500, 5000)).save(tmp_path / "a.png")
+    heads = ["train.example=patch", "model.private=linear_head", "model.proxy=linear_head", 'sites=["S0"]']
+    run = trained(study, "regular", OPEN, "train.rounds=1", *heads)["run"]
+    (row,) = predict(study, run, site="S0", slides=[tmp_path / "a.png"], mpp=0.2308)["slides"]
+    lines = list(csv.DictReader((study.root / row["csv"]).open()))
+    assert [[line["x_l0"], line["size_l0"]] for line in lines] == [[str(x + 300), "512"] for x, _ in PLACES]
+    features = json.loads((study.root / row["geojson"]).read_text())["features"]
+    tiles = [f["geometry"]["coordinates"][0] for f in features if f["properties"]["objectType"] == "tile"]
+    assert [[tile[0], tile[2]] for tile in tiles] == [[[x + 300, y + 300], [x + 812, y + 812]] for x, y in PLACES]
+    failed = predict(study, run, site="S0", slides=[Path(name) for name in ("b.1", "b.2", "b.3")])["failed"]
+    assert [row["slide"] for row in failed] == ["b.1", "b.2", "b.3"]  # none is taken for b
+    assert ["no such slide" in row["reason"] for row in failed] == [False, False, True]
 
 
 def test_unsupported_uses_of_imported_features_are_refused_in_one_line(study, tmp_path):

@@ -126,6 +126,10 @@ def test_stamps_vectors_are_bags_of_one(study, tmp_path, kind):
         table.write_text(text.replace("a2,a,KIRC", "a2,a,KIRP"))
         words = ("line 3", "patient a has another label than in labels.csv line 2")
         refused(lambda: brought(study, "stamp", folder, table, patch_px=512, mpp=0.5), *words)
+        sites = text.replace("\n", ",S0\n").replace("label,S0", "label,site").replace("d,KIRP,S0", "d,KIRP,S1")
+        table.write_text(sites)
+        row = brought(study, "stamp", folder, table, patch_px=512, mpp=0.5)
+        assert row["bags"] == 3 and not row["failed"]  # d is of another site
 
 
 def test_a_table_of_patients_fits_vectors_of_patients(study, tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from unicodedata import normalize
 
 import h5py
 import numpy as np
@@ -84,6 +85,19 @@ def test_images_of_one_patient_are_in_one_split(study, tmp_path):
     )
 
 
+def test_a_table_of_patients_that_is_unclear_is_refused_and_rows_of_other_sites_are_ignored(study, tmp_path):
+    folder, table = class_folders(tmp_path / "NCT"), tmp_path / "t.csv"
+    names = [f"{name}-{number:02}" for name in ("ADI", "TUM") for number in range(10)]
+    rows = [f"{name},p{k % 5},C1" for k, name in enumerate(names)]
+    for other, words in ((f"{names[0]},p1,C1", "and of p0 in a line above"), ("x,NA,C1", "'NA' means unknown")):
+        table.write_text("\n".join(["slide,patient,site", *rows, other]))
+        refused(lambda: brought(study, folder, labels=table), "t.csv line 22", words)
+    table.write_text("\n".join(["slide,patient,site", *rows, *(f"{name},q,C2" for name in names)]))
+    assert brought(study, folder, labels=table)["patients"] == 5
+    table.write_text("slide,patient,site\nADI-00,q,C2\n")
+    refused(lambda: brought(study, folder, labels=table), "t.csv: has no row of site C1")
+
+
 def test_equal_names_in_two_classes_are_two_patients_and_two_rows(study, tmp_path):
     folder = tmp_path / "BACH"
     for name in ("Benign", "InSitu"):
@@ -95,6 +109,20 @@ def test_equal_names_in_two_classes_are_two_patients_and_two_rows(study, tmp_pat
     rows = [f"{name}/{number:02},{name}" for name in ("Benign", "InSitu") for number in range(5)]
     table.write_text("\n".join(["slide,patient", *rows]))
     assert brought(study, folder, labels=table)["patients"] == 2
+
+
+def test_images_match_their_table_and_classes_in_any_unicode_form(study, tmp_path):
+    folder, table = tmp_path / "data", tmp_path / "t.csv"
+    class_folders(folder / "train", [normalize("NFD", "Drüse"), "TUM"], 3)
+    class_folders(folder / "test", ["Drüse", "TUM"], 2)
+    names = [f"{name}/{name}-{number:02}" for name in ("Drüse", "TUM") for number in range(3)]
+    table.write_text("slide,patient\n" + "".join(f"{name},p{k}\n" for k, name in enumerate(names)), encoding="utf-8")
+    for path in (folder / "test").glob("*/*"):
+        path.rename(path.with_name(f"test-{path.name}"))
+    with table.open("a", encoding="utf-8") as file:
+        file.writelines(f"{path.parent.name}/{path.stem},q\n" for path in (folder / "test").glob("*/*"))
+    (row,) = brought(study, folder, labels=table)["sites"]
+    assert row["classes"] == {"Drüse": 3, "TUM": 3} and row["test"] == 4
 
 
 def test_pcams_files_keep_their_test_set_and_their_slides(study, tmp_path):

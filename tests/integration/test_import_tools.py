@@ -10,9 +10,11 @@ import torch
 from conftest import refused
 from test_import import brought, draw_features, labels, reasons_of, store_of
 from test_import import study as study  # noqa: PLC0414 the fixture
+from training_runs import trained
 
 from wsi_fl.federation.preflight import compare_sites
 from wsi_fl.models.presets import PRESETS
+from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.types import NoCommonPlan
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
@@ -116,6 +118,14 @@ def test_features_of_slide2vec_are_imported_with_what_their_metadata_say(study, 
         assert np.array_equal(store.read_bag(0).features, made["a"].astype(np.float32))
         assert (store.meta.spec.size_px, store.meta.spec.mpp, store.mpp_l0[0]) == (224, 0.5, 0.25)
     assert places_of(study).tolist() == (np.arange(8).reshape(4, 2) * 448).tolist()
+
+
+def test_a_slide_is_predicted_by_the_name_of_its_file_of_features(study, tmp_path):
+    folder, _ = of_slide2vec(tmp_path / "run", kind="npz")
+    brought(study, "slide2vec", folder, labels(tmp_path / "labels.csv", split=["train", "train", "test", "test"]))
+    run = trained(study, "regular", "privacy.enabled=false", "train.rounds=1", 'sites=["S0"]')["run"]
+    document = predict(study, run, site="S0", slides=[folder / "tile_embeddings" / "a.npz"])
+    assert [row["slide"] for row in document["slides"]] == ["a"] and not document["failed"]
 
 
 def test_vectors_of_slides_of_slide2vec_are_bags_of_one(study, tmp_path):

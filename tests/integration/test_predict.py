@@ -265,6 +265,8 @@ def test_each_of_three_classes_has_separate_regions_and_scores():
         f["properties"]["classification"]["name"] for f in heatmap._iterate_features(found, choose_colors("abc"), "x")
     ]
     assert titles == ["B", "A", "A", "B", "B", "C"]
+    unsure = heat([[0.3, 0.3, 0.4], [0.4, 0.3, 0.3], [0.3, 0.25, 0.45]], boxes[:3], ("a", "b", "c"))
+    assert find_leading_class(unsure) == 2 and score_class(unsure, 2)["max"] == 0.45
 
 
 def test_two_ranks_share_the_slides_and_predict_the_same(predicted, trained, tmp_path, as_ranks):

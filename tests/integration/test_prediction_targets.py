@@ -29,6 +29,7 @@ from wsi_fl.report.run_page import _risk_chart
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.evaluation_lines import render_evaluation_lines
+from wsi_fl.stages.evaluation.export_model import export_model
 from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.site.site_data import open_data
@@ -377,6 +378,12 @@ def test_a_slide_is_predicted_with_its_event_free_probability(survival_run):
     assert -36 <= row["risk"] <= 0 and "class" not in row
     patches = pd.read_csv(study.root / row["csv"])
     assert len(patches) == row["patches"] and patches["without_event_36"].between(0, 1).all()
+
+
+def test_wsinfer_which_takes_the_softmax_of_outputs_gets_no_model_of_survival(survival_run, tmp_path):
+    study, run, _ = survival_run
+    words = ("--format wsinfer is for classes", "time until 'dead'", "use onnx or monai-bundle")
+    refused(lambda: export_model(study, run, model_name="proxy", form="wsinfer", out=tmp_path / "out"), *words)
 
 
 def test_a_numeric_target_is_trained(study):

@@ -100,6 +100,13 @@ def test_colours_lie_where_their_patches_lie_to_the_last_corner(size, mpp):
     assert np.abs(drawn - exact).max() <= 1
 
 
+@pytest.mark.parametrize("stride", [224, 256])
+def test_boxes_of_a_grid_that_begins_anywhere_have_the_size_of_a_patch(stride):
+    xy = np.array([[x, y] for x in range(0, 2000, 130) for y in range(7, 2000, 190)])
+    boxes = patch_boxes(xy, GridSpec(256, 0.5, stride), 0.25, (9000, 9000))
+    assert np.array_equal(boxes, np.concatenate([xy, xy + 512], axis=1))
+
+
 @pytest.mark.parametrize("names", [("luad", "Luad", "lusc"), ("pT1", "PT1", "x"), ("a", "A", "B")])
 def test_classes_that_differ_in_capitals_stay_distinct_in_qupath(tmp_path, names):
     boxes = np.array([[k * 9, 0, k * 9 + 9, 9] for k in range(3)])

@@ -164,4 +164,5 @@ def test_an_unmatched_split_table_is_refused_with_names_of_both_tables(tmp_path)
 def test_a_slide_of_a_table_is_its_files_name_without_folder_and_suffix():
     known = {"a", "b.c", "d\\e"}
     named = {"D:\\x\\a.svs": "a", "/y/b.c": "b.c", "b.c.h5": "b.c", "d\\e": "d\\e", "z.tif": "z.tif"}
+    named |= {"a.1": "a.1", "a.B": "a.B", "a.QPTIFF": "a"}  # a.1 is no file of slide a
     assert {text: match_slide_name(text, known) for text in named} == named

@@ -56,6 +56,11 @@ def test_patients_merged_by_a_spreadsheet_are_not_counted_as_one(tmp_path, headi
     refused(lambda: read_targets(tmp_path, table, patient=heading), "table.csv line 2", name, "spreadsheet")
 
 
+def test_slides_whose_names_have_dots_keep_their_own_values(tmp_path):
+    table = "slide,days,dead\nS1.1,7,1\nS1.2,9,0\nS2.svs,5,1\n"
+    assert read_targets(tmp_path, table) == {"S1.1": (7, 1), "S1.2": (9, 0), "S2": (5, 1), "S2.svs": (5, 1)}
+
+
 @pytest.mark.parametrize("days", ["1_0", "7_", "0_0.5"])
 def test_times_are_read_in_common_notations(tmp_path, days):
     refused(lambda: read_targets(tmp_path, f"patient,days,dead\np0,{days},1\n"), "line 2", f"'{days}' is no number")

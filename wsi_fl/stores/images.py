@@ -20,7 +20,7 @@ from PIL import Image
 
 from wsi_fl.stores.fields import DAMAGE, memory_message, refuse_too_large
 from wsi_fl.stores.hdf5 import is_overpacked, open_hdf5, read_dataset
-from wsi_fl.system.file_names import drop_companions
+from wsi_fl.system.file_names import compose_text, drop_companions, find_file
 from wsi_fl.system.files import refuse_unavailable
 from wsi_fl.types import UsageError, WsiFlError, single_line
 
@@ -267,16 +267,18 @@ def _read_class_folders(folder: Path, size_px: int | None) -> ImageDataSet:
     classes = _list_classes(roots[0])
     if unknown := sorted(set(_list_classes(roots[-1])) - set(classes)):
         raise UsageError(f"{roots[-1]}: {unknown[0]} is no class of {roots[0]}")
-    files = [[(path, k) for k, name in enumerate(classes) for path in _list_files(root / name)] for root in roots]
+    files = [
+        [(path, k) for k, name in enumerate(classes) for path in _list_files(find_file(root / name))] for root in roots
+    ]
     labels = [np.array([k for _, k in part], np.int64) for part in files]
     x = _read_pictures(folder, [path for part in files for path, _ in part], size_px)
-    names = [tuple(f"{path.parent.name}/{path.stem}" for path, _ in part) for part in files]
+    names = [tuple(compose_text(f"{path.parent.name}/{path.stem}") for path, _ in part) for part in files]
     parts = [ImageSet(*part) for part in zip(np.split(x, [len(labels[0])]), labels, names, strict=False)]
     return ImageDataSet(parts[0], parts[1] if len(parts) > 1 else None, classes)
 
 
 def _list_classes(root: Path) -> tuple[str, ...]:
-    classes = tuple(path.name for path in drop_companions(root.iterdir()) if _list_files(path))
+    classes = tuple(compose_text(path.name) for path in drop_companions(root.iterdir()) if _list_files(path))
     if not classes:
         raise UsageError(f"{root}: no folder of images in it; make one per class")
     return classes

@@ -29,7 +29,8 @@ _UUID = re.compile(r"[._ -]?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNOR
 _BARCODE = re.compile(r"^(tcga-[^.]+)\..*$", re.IGNORECASE)
 _ZEROS = re.compile(r"(?<!\d)0+(?=\d)")
 _SUFFIXES = re.compile(
-    r"(\.(ome|tiff?|svs|ndpi|mrxs|scn|bif|czi|dcm|zarr|isyntax|vms|vmu|svslide|png|jpe?g|h5|hdf5|h5ad|pt))+$",
+    r"(\.(ome|q?ptiff|tiff?|svs|ndpi|mrxs|scn|bif|czi|vsi|dcm|dicom|zarr|isyntax|vms|vmu|svslide|png|jpe?g|bmp|h5|hdf5|"
+    r"h5ad|pth?|np[yz]|zip))+$",
     re.IGNORECASE,
 )
 _MAX_NAMES_SHOWN = 3
@@ -66,13 +67,14 @@ def file_name_of(text: str) -> str:
 
 
 def stem_of(text: str) -> str:
-    """Return the composed last part of a path without its suffix.
+    """Return the composed last part of a path without the suffix of a slide, picture or features.
 
     Example:
-        >>> stem_of("D:\\\\scans\\\\w.tif")
-        'w'
+        >>> stem_of("D:\\\\scans\\\\w.tif"), stem_of("B12.3")
+        ('w', 'B12.3')
     """
-    return Path(file_name_of(text)).stem
+    name = file_name_of(text)
+    return Path(name).stem if _SUFFIXES.search(name) else name
 
 
 def slide_of(path: Path) -> str:

@@ -196,7 +196,8 @@ def _draw_mosaic(store: BagStore, bag: int, slide: Slide) -> Layer:
     patches = store.read_bag(bag)
     if not patches.has_places:
         raise WsiFlError(f"{store.path.name}: the places of these features' patches are unknown")
-    side_l0 = patch_side_l0(store.meta.spec, slide.mpp)
+    mpp_l0 = slide.mpp if store.mpp_l0 is None else float(store.mpp_l0[bag])  # by which the patches were cut
+    side_l0 = patch_side_l0(store.meta.spec, mpp_l0)
     return patch_layer(patches.xy_l0, side_l0, np.zeros(len(patches.xy_l0), np.int64), ["mosaic"])
 
 

@@ -29,6 +29,7 @@ from wsi_fl.system.file_names import (
     file_name_of,
     glob_paths,
     is_missing,
+    stem_of,
 )
 from wsi_fl.system.files import require_regular_file
 from wsi_fl.types import MPP_BOUNDS, SPLITS, ExcludedSlide, SlideRecord, UsageError, find_control_character, natural_key
@@ -260,7 +261,7 @@ def parse_label(text: str, where: str, others: Iterable[str] = ()) -> tuple[bool
 def match_slide_name(text: str, slide_names: Collection[str]) -> str:
     """Return the slide of a file name in a table, with or without folder (of any system) and suffix."""
     name = text if text in slide_names else file_name_of(text)
-    return Path(name).stem if name not in slide_names and Path(name).stem in slide_names else name
+    return stem_of(name) if name not in slide_names and stem_of(name) in slide_names else name
 
 
 def read_split(row: TableRow) -> str | None:

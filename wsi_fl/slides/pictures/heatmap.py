@@ -103,10 +103,13 @@ class _Region:
 def patch_boxes(
     xy_l0: NDArray[np.int64], spec: GridSpec, slide_mpp: float, size_l0: tuple[int, int]
 ) -> NDArray[np.int64]:
-    """Return the boxes int64[n, 4] (left, top, right, bottom) of grid positions, clipped at the slide's edge.
+    """Return the boxes int64[n, 4] (left, top, right, bottom) of patches, clipped at the slide's edge.
 
     Where the grid's step is a fraction of a pixel, a patch ends exactly where its neighbour begins, so that
-    unions of patches have no slivers.
+    unions of patches have no slivers. Grids of other tools may begin anywhere.
+
+    Args:
+        slide_mpp: µm per level-0 pixel by which the patches were cut.
 
     Example:
         >>> patch_boxes(np.array([[0, 0], [208, 0]]), GridSpec(96, 0.5, 96), 0.2308, (400, 400)).tolist()
@@ -115,8 +118,9 @@ def patch_boxes(
     step = spec.stride_px * spec.mpp / slide_mpp
     cell = np.round(xy_l0 / step)
     is_disjoint = spec.stride_px == spec.size_px
-    far_corner = np.round((cell + 1) * step if is_disjoint else cell * step + patch_side_l0(spec, slide_mpp))
-    return np.concatenate([xy_l0, np.minimum(far_corner.astype(np.int64), np.array(size_l0))], axis=1)
+    side = np.round((cell + 1) * step if is_disjoint else cell * step + patch_side_l0(spec, slide_mpp))
+    side -= np.round(cell * step)
+    return np.concatenate([xy_l0, np.minimum(xy_l0 + side.astype(np.int64), np.array(size_l0))], axis=1)
 
 
 def score_class(predictions: PatchPredictions, class_index: int, top_k: int = TOP_K) -> dict[str, float]:
@@ -134,10 +138,12 @@ def score_class(predictions: PatchPredictions, class_index: int, top_k: int = TO
 
 
 def find_leading_class(predictions: PatchPredictions) -> int:
-    """Return the class for a slide's score: the second of two, else that of most patches."""
+    """Return the class for a slide's score: the second of two, else that of most patches, of those above the threshold
+    if there are any."""
     if len(predictions.classes) == 2:
         return 1
-    return int(np.bincount(predictions.class_index[predictions.is_above], minlength=len(predictions.classes)).argmax())
+    counted = predictions.is_above if predictions.is_above.any() else slice(None)
+    return int(np.bincount(predictions.class_index[counted]).argmax())
 
 
 def _find_regions(predictions: PatchPredictions, class_index: int) -> list[_Region]:

@@ -138,6 +138,11 @@ def _build_patch_model(request: ExportRequest, network: nn.Module, form: str) ->
 def _write_wsinfer(request: ExportRequest, network: nn.Module, folder: Path) -> ExportResult:
     """Write `torchscript_model.pt` with the softmax, and `config.json` by wsinfer-zoo's model-config.schema.json."""
     spec = request.spec
+    if request.context.task.kind != "classes":
+        raise UsageError(
+            "--format wsinfer is for classes, as WSInfer takes the softmax of outputs, not for "
+            f"{describe_target(request.context.pipeline.target)}; use onnx or monai-bundle"
+        )
     if request.context.kind.is_images and (spec.mpp <= 0 or request.facts.get("channels", 3) != 3):
         raise UsageError("--format wsinfer: this model was trained on images without a scale; use onnx")
     model = _build_patch_model(request, network, "wsinfer")

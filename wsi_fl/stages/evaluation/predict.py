@@ -30,6 +30,7 @@ from wsi_fl.stages.runtime.console import Lines, NestedProgress, TextLine, TextT
 from wsi_fl.stages.runtime.rank_job import Part, RankJob, take_threads
 from wsi_fl.stages.runtime.slide_work import SlideWork, describe_parts, join_slide_work
 from wsi_fl.study.folder import Study
+from wsi_fl.system.file_names import stem_of
 from wsi_fl.system.files import atomic_path, read_object, write_bytes, write_csv, write_json
 from wsi_fl.system.shared_work import SharedWork, WorkEnded
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
@@ -75,7 +76,7 @@ def predict(
     start_time, job = time.perf_counter(), RankJob(part)
     progress = job.select_watcher(watcher)
     take_threads(job.threads)
-    names = [slide_name(path) for path in slides]  # as in a store
+    names = [slide_name(path) if path.exists() else stem_of(path.name) for path in slides]  # as in a store
     if duplicates := [name for name, n in Counter(names).items() if n > 1]:
         raise UsageError(f"two slides have the name {duplicates[0]}; predict them one after the other with --out")
     predictor = job.run_on_ranks(lambda: load_predictor(study, run_name, site, tumor_type, overrides))
@@ -189,7 +190,7 @@ def _write_patch_results(
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Write the predictions of each patch; return (the row, further entries of the score file)."""
     heat, base = predictor.build_heatmap(record.slide, patches), patches.base
-    assert base is not None
+    assert base is not None and patches.mpp_l0 is not None
     kind, colors = heatmap.find_leading_class(heat), choose_colors(heat.classes)
     scores = heatmap.score_class(heat, kind)
     captions = (
@@ -202,7 +203,7 @@ def _write_patch_results(
     corner = (0, 0) if predictor.site.annotations_origin == "slide" else base.bounds_l0[:2]
     heatmap.write_geojson(folder / _OUTLINES, heat, colors, identity, corner)
     columns = {f"p_{name}": heat.probabilities[:, k] for k, name in enumerate(heat.classes)}
-    write_patch_table(folder / _TABLE, patches.xy_l0, patch_side_l0(predictor.meta.spec, base.mpp), columns)
+    write_patch_table(folder / _TABLE, patches.xy_l0, patch_side_l0(predictor.meta.spec, patches.mpp_l0), columns)
     row = {"slide": record.slide, "patches": len(patches.xy_l0), "excluded": patches.n_excluded, "score": scores}
     return row, {
         "class": heat.classes[kind],
@@ -224,9 +225,9 @@ def _write_slide_results(
     meta, base, tumor_type = predictor.meta, patches.base, predictor.find_tumor_type(record)
     prediction = predictor.predict_slide(patches.bag, tumor_type)
     side = None
-    if base is not None:
-        side = patch_side_l0(meta.spec, base.mpp)
-        boxes = heatmap.patch_boxes(patches.xy_l0, meta.spec, base.mpp, base.size_l0)
+    if base is not None and patches.mpp_l0 is not None:
+        side = patch_side_l0(meta.spec, patches.mpp_l0)
+        boxes = heatmap.patch_boxes(patches.xy_l0, meta.spec, patches.mpp_l0, base.size_l0)
         label, legend = prediction.legend
         heat = PatchPredictions(
             boxes, ("other", label), np.stack([1 - prediction.heat_values, prediction.heat_values], axis=1)

@@ -49,7 +49,7 @@ from wsi_fl.types import GridSpec, Images, SlideRecord, UsageError, WsiFlError, 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
 """Largest number of images in a batch, as in `evaluate`, and of their pixels."""
 _THUMBNAIL_PX = 1200
-_FEATURE_SUFFIXES = (".h5", ".h5ad", ".pt")
+_FEATURE_SUFFIXES = (".h5", ".h5ad", ".npz", ".pt")
 """Suffixes of imported feature files, which have no pixels."""
 
 _Floats = NDArray[np.float64]
@@ -76,6 +76,7 @@ class SlidePatches(NamedTuple):
         bag: features; None for models of patches.
         base: None without the slide's file or the coordinates of the patches.
         n_excluded: number of unreadable patches.
+        mpp_l0: µm per level-0 pixel by which the patches were cut; None if unknown.
     """
 
     xy_l0: NDArray[np.int64]
@@ -83,6 +84,7 @@ class SlidePatches(NamedTuple):
     bag: Bag | None
     base: SlideImage | None
     n_excluded: int = 0
+    mpp_l0: float | None = None
 
 
 @dataclass(frozen=True)
@@ -227,10 +229,10 @@ class Predictor:
 
     def _load_mosaic(self, record: SlideRecord) -> SlidePatches:
         """Return a mosaic from the site's store, else computed with the run's parameters and encoder."""
-        row, path = self._find_row(record), _find_slide_file(self.study, self.site, record)
+        row, path, mpp_l0 = self._find_row(record), _find_slide_file(self.study, self.site, record), None
         if self.store is not None and row is not None:
-            bag = self.store.read_bag(row)
-            path = None if self._has_imported_features and path and path.suffix in _FEATURE_SUFFIXES else path
+            bag, mpp_l0 = self.store.read_bag(row), None if self.store.mpp_l0 is None else self.store.mpp_l0[row]
+            path = None if self._has_imported_features and path and path.suffix.lower() in _FEATURE_SUFFIXES else path
         elif path is None:
             raise WsiFlError(f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics")
         else:
@@ -240,9 +242,11 @@ class Predictor:
             selector = replace(selector, spec=self.meta.spec, params=params)
             bag = selector.build_bag(replace(record, path=path), self.encoder)
         image = self._load_image(record, path) if path and bag.has_places else None
+        mpp_l0 = image.mpp if mpp_l0 is None and image else mpp_l0
         if self.kind.example != "patch":
-            return SlidePatches(bag.xy_l0, None, bag, image)
-        return SlidePatches(bag.xy_l0, self.models.predict(Cohort.from_arrays(bag.features)), None, image)
+            return SlidePatches(bag.xy_l0, None, bag, image, mpp_l0=mpp_l0)
+        probabilities = self.models.predict(Cohort.from_arrays(bag.features))
+        return SlidePatches(bag.xy_l0, probabilities, None, image, mpp_l0=mpp_l0)
 
     def _load_image(self, record: SlideRecord, path: Path) -> SlideImage:
         reader = self.pipeline.slides.reader
@@ -280,7 +284,7 @@ class Predictor:
         bag = Bag(np.concatenate(features), xy_l0) if features else None
         extent = plan.size_l0, plan.bounds_l0
         image = SlideImage(record.path, plan.thumbnail, plan.downsample, plan.mpp, *extent, plan.quickhash)
-        return SlidePatches(xy_l0, np.concatenate(parts) if parts else None, bag, image, len(excluded))
+        return SlidePatches(xy_l0, np.concatenate(parts) if parts else None, bag, image, len(excluded), plan.mpp)
 
     def _iterate_batches(
         self, plan: SlidePlan, excluded: dict[int, str], notes: set[str]
@@ -307,9 +311,9 @@ class Predictor:
         assert patches.probabilities is not None
         if not np.isfinite(patches.probabilities).all():
             raise WsiFlError(f"{slide}: the model gives no numbers; it did not train well")
-        if (image := patches.base) is None:
+        if patches.base is None or patches.mpp_l0 is None:
             raise WsiFlError(f"{slide}: the coordinates of its patches are unknown, or its file is not here")
-        boxes = patch_boxes(patches.xy_l0, self.meta.spec, image.mpp, image.size_l0)
+        boxes = patch_boxes(patches.xy_l0, self.meta.spec, patches.mpp_l0, patches.base.size_l0)
         return PatchPredictions(boxes, self.meta.classes, patches.probabilities)
 
     def predict_slide(self, bag: Bag, tumor_type: str | None) -> SlidePrediction:

@@ -238,12 +238,13 @@ def _read_slide(record: SlideRecord, path: Path, layout: FeatureLayout) -> _Impo
 
 def _rescale_slide(slide: _ImportedSlide, spec: GridSpec) -> _ImportedSlide:
     """Compute a slide's resolution from the common patch size, where its file has only a nominal magnification and the
-    patch's side in level-0 pixels, and neither table nor site file has a resolution.
+    patch's side in level-0 pixels: this side stays, whatever resolution the table or site file has.
     """
     facts = slide.facts
-    if not facts.nominal or slide.record.mpp_override or not facts.mpp or not facts.mpp_l0:
+    if not facts.nominal or not facts.mpp or not facts.mpp_l0:
         return slide
-    return replace(slide, facts=replace(facts, mpp=spec.mpp, mpp_l0=facts.mpp_l0 * spec.mpp / facts.mpp))
+    facts = replace(facts, mpp=spec.mpp, mpp_l0=facts.mpp_l0 * spec.mpp / facts.mpp)
+    return replace(slide, facts=facts, record=replace(slide.record, mpp_override=None))
 
 
 def _merge_metadata(

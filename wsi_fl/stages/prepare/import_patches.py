@@ -10,7 +10,7 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 
-from wsi_fl.slides.layouts.common import read_rows
+from wsi_fl.slides.layouts.common import filter_site, read_rows, require_names
 from wsi_fl.stages.prepare.partition import SiteImages, write_image_store
 from wsi_fl.stages.prepare.slide_lists import Scope, select_sites
 from wsi_fl.stages.runtime.console import Lines, TextLine
@@ -43,16 +43,16 @@ def import_patches(
 
     Args:
         labels: a table of patients and images (column slide: the file's name without its suffix, after its folder's and
-            a slash where names repeat, or PCam's slide).
+            a slash where names repeat, or PCam's slide). Where it has a column site, rows of other sites are ignored.
         size_px: scales images to squares of this size.
 
     Raises:
-        UsageError: when an image has no patient in the table, or a patient has training and test images.
+        UsageError: when an image has no patient in the table or two, or a patient has training and test images.
     """
     pipeline, (site_file,) = select_sites(study, **scope)
     site = site_file.name
     data_set = read_data_set(source, size_px)
-    by_image = {row["slide"]: row["patient"] for row in read_rows(labels, ["slide", "patient"])} if labels else None
+    by_image = _read_patients(labels, site) if labels else None
     patients = {"train": _list_patients(data_set.train, by_image, labels, "train")}
     if data_set.test is None:
         names = np.array(patients["train"])
@@ -70,6 +70,21 @@ def import_patches(
         row = write_image_store(study, site, data_set, splits, patients=patients, mpp=mpp or 0.0)
     n_patients = len(set(patients["train"]) | set(patients["test"]))
     return {"sites": [row], "patients": n_patients}
+
+
+def _read_patients(table: Path, site: str) -> dict[str, str]:
+    """Return image → its patient, of the rows of a site."""
+    by_image: dict[str, str] = {}
+    for row in filter_site(read_rows(table, ["slide", "patient"]), site):
+        require_names(row, "slide", "patient")
+        if by_image.setdefault(row["slide"], row["patient"]) != row["patient"]:
+            raise UsageError(
+                f"{row.where}: image {row['slide']} is of patient {row['patient']}, and of {by_image[row['slide']]} in "
+                "a line above"
+            )
+    if not by_image:
+        raise UsageError(f"{table}: has no row of site {site}")
+    return by_image
 
 
 def _list_patients(images: ImageSet, by_image: dict[str, str] | None, table: Path | None, split: str) -> list[str]:

@@ -14,6 +14,7 @@ from wsi_fl.slides.layouts.common import (
     parse_label,
     read_mpp,
     read_rows,
+    read_site_name,
     read_split,
     require_names,
 )
@@ -99,7 +100,8 @@ def _match_patient_files(rows: Sequence[TableRow], files: Collection[str]) -> li
 
 
 def _read_site_rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list[TableRow], str, list[str]]:
-    """Return the rows of the site, with our column names added, a line on the rows of all sites, and their slides."""
+    """Return the rows of the site, with our column names added, a line on the rows of all sites, and the slides and
+    patients of the others."""
     rows = read_rows(table, ())
     if not rows:
         raise UsageError(f"{table}: has no rows")
@@ -116,8 +118,9 @@ def _read_site_rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list
         row.update({key: row[name] for key, name in column_names.items() if name})
     if not site_rows:
         raise UsageError(f"{table}: has no row of site {site}")
-    slides = [row[str(column_names["slide"])] for row in rows]
-    return site_rows, describe_account(table.name, rows, len(site_rows), site), slides
+    others = [row for row in rows if read_site_name(row, site) != site]
+    names = [row[str(column_names[key])] for row in others for key in ("slide", "patient")]
+    return site_rows, describe_account(table.name, rows, len(site_rows), site), names
 
 
 def _build_record(row: TableRow, slide: str, site: SiteFile, labels: Sequence[str], *, diagnoses: bool) -> SlideRecord:
