@@ -103,19 +103,19 @@ class _Region:
 def patch_boxes(
     xy_l0: NDArray[np.int64], spec: GridSpec, slide_mpp: float, size_l0: tuple[int, int]
 ) -> NDArray[np.int64]:
-    """Return the boxes int64[n, 4] (left, top, right, bottom) of grid positions, clipped at the slide's edge.
+    """Return the boxes int64[n, 4] (left, top, right, bottom) of patches, clipped at the slide's edge.
 
     Where the grid's step is a fraction of a pixel, a patch ends exactly where its neighbour begins, so that
-    unions of patches have no slivers.
+    unions of patches have no slivers. Patches of other tools may lie off the grid.
 
     Example:
         >>> patch_boxes(np.array([[0, 0], [208, 0]]), GridSpec(96, 0.5, 96), 0.2308, (400, 400)).tolist()
         [[0, 0, 208, 208], [208, 0, 400, 208]]
     """
     step = spec.stride_px * spec.mpp / slide_mpp
-    cell = np.round(xy_l0 / step)
-    is_disjoint = spec.stride_px == spec.size_px
-    far_corner = np.round((cell + 1) * step if is_disjoint else cell * step + patch_side_l0(spec, slide_mpp))
+    on_grid = np.round(xy_l0 / step) * step
+    corner = np.where(np.round(on_grid) == xy_l0, on_grid, xy_l0)
+    far_corner = np.round(corner + (step if spec.stride_px == spec.size_px else patch_side_l0(spec, slide_mpp)))
     return np.concatenate([xy_l0, np.minimum(far_corner.astype(np.int64), np.array(size_l0))], axis=1)
 
 
