@@ -134,10 +134,12 @@ def score_class(predictions: PatchPredictions, class_index: int, top_k: int = TO
 
 
 def find_leading_class(predictions: PatchPredictions) -> int:
-    """Return the class for a slide's score: the second of two, else that of most patches."""
+    """Return the class for a slide's score: the second of two, else that of most patches above the threshold, or of
+    most where none is."""
     if len(predictions.classes) == 2:
         return 1
-    return int(np.bincount(predictions.class_index[predictions.is_above], minlength=len(predictions.classes)).argmax())
+    rows = predictions.is_above if predictions.is_above.any() else slice(None)
+    return int(np.bincount(predictions.class_index[rows]).argmax())
 
 
 def _find_regions(predictions: PatchPredictions, class_index: int) -> list[_Region]:
