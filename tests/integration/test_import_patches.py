@@ -84,6 +84,37 @@ def test_images_of_one_patient_are_in_one_split(study, tmp_path):
     )
 
 
+def test_only_rows_of_the_site_name_patients_and_each_image_has_one(study, tmp_path):
+    folder, table = class_folders(tmp_path / "BACH", n=3), tmp_path / "t.csv"
+    images = [f"{name}-{number:02}" for name in ("ADI", "TUM") for number in range(3)]
+    rows = [f"{image},{site}-{k},{site}" for site in ("C1", "C2") for k, image in enumerate(images)]
+    table.write_text("\n".join(["slide,patient,site", *rows]))
+    assert brought(study, folder, labels=table)["patients"] == 6
+    assert {name[:2] for split in ("train", "test") for name in patients_of(study, split)} == {"C1"}
+    for patient, message in (("NA", "patient is empty ('NA' means unknown)"), ("x", "image ADI-00 has another patient")):
+        table.write_text("\n".join(["slide,patient,site", *rows, f"ADI-00,{patient},C1"]))
+        refused(lambda: brought(study, folder, labels=table), f"t.csv line 14: {message}")
+
+
+@pytest.mark.parametrize(("n_patients", "fraction", "n_test"), [(2, 0.2, 1), (3, 0.9, 2), (1, 0.2, 0), (2, 0, 0)])
+def test_a_few_patients_are_divided_between_training_and_test(study, tmp_path, n_patients, fraction, n_test):
+    folder, table = class_folders(tmp_path / "BACH", n=3), tmp_path / "t.csv"
+    images = [f"{name}-{number:02}" for name in ("ADI", "TUM") for number in range(3)]
+    table.write_text("\n".join(["slide,patient", *(f"{image},p{k % n_patients}" for k, image in enumerate(images))]))
+    overrides = [f"slides.test_fraction={fraction}"]
+    import_patches(study, folder, labels=table, site="C1", pipeline_name=None, overrides=overrides)
+    assert len(set(patients_of(study, "test"))) == n_test
+    assert len(set(patients_of(study, "train"))) == n_patients - n_test
+
+
+def test_copies_of_test_images_in_training_are_reported(study, tmp_path):
+    folder = class_folders(tmp_path / "NCT", n=4)
+    assert brought(study, folder)["copies"] == []
+    for path in folder.rglob("*.tif"):
+        path.write_bytes((folder / "ADI" / "ADI-00.tif").read_bytes())
+    assert brought(study, folder)["copies"] == ["2 test images are in training too, so scores are too good"]
+
+
 def test_equal_names_in_two_classes_are_two_patients_and_two_rows(study, tmp_path):
     folder = tmp_path / "BACH"
     for name in ("Benign", "InSitu"):
