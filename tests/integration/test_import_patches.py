@@ -91,7 +91,10 @@ def test_only_rows_of_the_site_name_patients_and_each_image_has_one(study, tmp_p
     table.write_text("\n".join(["slide,patient,site", *rows]))
     assert brought(study, folder, labels=table)["patients"] == 6
     assert {name[:2] for split in ("train", "test") for name in patients_of(study, split)} == {"C1"}
-    for patient, message in (("NA", "patient is empty ('NA' means unknown)"), ("x", "image ADI-00 has another patient")):
+    for patient, message in (
+        ("NA", "patient is empty ('NA' means unknown)"),
+        ("x", "image ADI-00 has another patient"),
+    ):
         table.write_text("\n".join(["slide,patient,site", *rows, f"ADI-00,{patient},C1"]))
         refused(lambda: brought(study, folder, labels=table), f"t.csv line 14: {message}")
 
