@@ -172,7 +172,7 @@ class SiteData:
         return train.folds is not None and train.fold is not None and not self.receives
 
     @cached_property
-    def _fold(self) -> NDArray[np.int64]:
+    def _example_folds(self) -> NDArray[np.int64]:
         """int64[n], the cross-validation fold of each example, from 0."""
         cohort, train = self.full_cohort, self.pipeline.train
         assert train.folds is not None
@@ -193,7 +193,7 @@ class SiteData:
         """All examples with the splits of the run, such as its fold."""
         if not self._is_fold:
             return self.full_cohort
-        number = self._fold + 1
+        number = self._example_folds + 1
         return self.full_cohort.assign_columns(split=np.where(number == self.pipeline.train.fold, "test", "train"))
 
     def list_scans(self) -> list[Scan]:
@@ -201,7 +201,7 @@ class SiteData:
         scans = list_scans(self.store)
         if not self._is_fold:
             return scans
-        fold = dict(zip(self.full_cohort.patient.tolist(), self._fold.tolist(), strict=True))
+        fold = dict(zip(self.full_cohort.patient.tolist(), self._example_folds.tolist(), strict=True))
         return [replace(scan, split=f"fold {fold[scan.patient] + 1}") for scan in scans if scan.patient in fold]
 
     def list_eligible(self) -> _EligibleRows:
