@@ -8,12 +8,14 @@ import pytest
 import tifffile
 from conftest import make_study
 
+from wsi_fl.slides.patching.scan_copies import describe_copies
 from wsi_fl.stages.prepare.check_stores import check_sites, render_check_lines
 from wsi_fl.stages.prepare.import_export import import_features
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.partition import partition_images
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.runtime.console import TextLine
+from wsi_fl.stages.site.run_context import RunContext
 from wsi_fl.stages.site.site_data import open_store
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bag_store import Bag, BagMeta, write_bags
@@ -180,6 +182,22 @@ def test_a_store_of_an_older_version_with_a_leaking_test_set_is_reported(tmp_pat
     (line,) = checked["sites"][0]["copies"]
     assert "a (patient p) and b (patient q)" in line and "in test and in train, so scores are too good" in line
     assert "(patient p) and b" in "".join(one.text for one in render_check_lines(checked) if isinstance(one, TextLine))
+
+
+def test_patients_who_share_a_scan_are_reported_by_the_folds_that_they_are_in(tmp_path):
+    study, lines = features_study(tmp_path / "study", "A"), set()
+    bring(study, "A", tmp_path / "a", {f"s{k}": (f"p{k}", draw_features(k % 7)) for k in range(8)})
+    for seed in range(6):
+        sets = ["train.folds=2", "train.fold=1", f"train.seed={seed}"]
+        with RunContext.create(study, study.load_pipeline(study.pipeline_name(None), sets), "proxyfl") as context:
+            data = context.open_data("A")
+            (line,) = describe_copies(context.list_scans(data))
+            test_patients = set(data.cohort.patient[data.cohort.obs["split"] == "test"].tolist())
+        leaks = len(test_patients & {"p0", "p7"}) == 1
+        own_fold = f"all are in fold {1 if 'p0' in test_patients else 2}"
+        assert ("it is in fold 1 and in fold 2, so scores are too good" if leaks else own_fold) in line
+        lines.add(leaks)
+    assert lines == {True, False}
 
 
 @pytest.mark.usefixtures("lone_exchange")

@@ -98,6 +98,25 @@ def test_a_table_of_patients_that_is_unclear_is_refused_and_rows_of_other_sites_
     refused(lambda: brought(study, folder, labels=table), "t.csv: has no row of site C1")
 
 
+@pytest.mark.parametrize(("n_patients", "fraction", "n_test"), [(2, 0.2, 1), (3, 0.9, 2), (1, 0.2, 0), (2, 0, 0)])
+def test_a_few_patients_are_divided_between_training_and_test(study, tmp_path, n_patients, fraction, n_test):
+    folder, table = class_folders(tmp_path / "BACH", n=3), tmp_path / "t.csv"
+    images = [f"{name}-{number:02}" for name in ("ADI", "TUM") for number in range(3)]
+    table.write_text("\n".join(["slide,patient", *(f"{image},p{k % n_patients}" for k, image in enumerate(images))]))
+    overrides = [f"slides.test_fraction={fraction}"]
+    import_patches(study, folder, labels=table, site="C1", pipeline_name=None, overrides=overrides)
+    assert len(set(patients_of(study, "test"))) == n_test
+    assert len(set(patients_of(study, "train"))) == n_patients - n_test
+
+
+def test_copies_of_test_images_in_training_are_reported(study, tmp_path):
+    folder = class_folders(tmp_path / "NCT", n=4)
+    assert brought(study, folder)["copies"] == []
+    for path in folder.rglob("*.tif"):
+        path.write_bytes((folder / "ADI" / "ADI-00.tif").read_bytes())
+    assert brought(study, folder)["copies"] == ["2 test images are in training too, so scores are too good"]
+
+
 def test_equal_names_in_two_classes_are_two_patients_and_two_rows(study, tmp_path):
     folder = tmp_path / "BACH"
     for name in ("Benign", "InSitu"):

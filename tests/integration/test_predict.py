@@ -269,6 +269,13 @@ def test_each_of_three_classes_has_separate_regions_and_scores():
     assert find_leading_class(unsure) == 2 and score_class(unsure, 2)["max"] == 0.45
 
 
+def test_a_slide_of_uncertain_patches_has_the_class_of_most():
+    boxes = [[k * 10, 0, k * 10 + 10, 10] for k in range(3)]
+    found = heat([[0.3, 0.3, 0.4], [0.2, 0.35, 0.45], [0.4, 0.3, 0.3]], boxes, ("a", "b", "c"))
+    assert find_leading_class(found) == 2 and not found.regions
+    assert score_class(found, 2, 2) == pytest.approx({"max": 0.45, "top_k_mean": 0.425, "fraction": 0})
+
+
 def test_two_ranks_share_the_slides_and_predict_the_same(predicted, trained, tmp_path, as_ranks):
     study, run, (*slides, _, _) = trained
     out = tmp_path / "out"

@@ -69,6 +69,17 @@ def test_an_outline_without_a_group_is_unsure_beside_named_groups_and_tumor_othe
     assert (alone.tumor.area, alone.unsure.area) == (10_000, 0)
 
 
+@pytest.mark.parametrize("name", ["None", "none"])
+def test_a_meaning_that_is_set_for_outlines_without_a_group_holds_in_files_of_such_alone(tmp_path, name):
+    xml = asap(tmp_path / "a.xml", ("None", SQUARE))
+    geojson = write_json_file(tmp_path / "a.geojson", feature(SQUARE, objectType="annotation"))
+    for path in (xml, geojson):
+        found = read_annotations(path, {name: "unsure"})
+        assert (found.tumor.area, found.unsure.area) == (0, 10_000)
+        assert read_annotations(path, {name: "ignored"}).tumor.area == 0
+        assert read_annotations(path, {"stroma": "ignored"}).tumor.area == 10_000
+
+
 def test_unknown_groups_are_listed_unless_named(tmp_path):
     path = asap(tmp_path / "a.xml", ("dcis", SQUARE), ("stroma", INNER), ("Tumor", INNER))
     words = "a.xml: unknown annotation groups dcis, stroma; "

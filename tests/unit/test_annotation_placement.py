@@ -15,7 +15,7 @@ from scan_areas import BOUNDS, CORNER, SIDE, SIZE
 from test_annotation_formats import feature, write_json_file
 
 from wsi_fl.slides.patching.annotations import read_annotations
-from wsi_fl.slides.patching.outline_placement import SlideGeometry
+from wsi_fl.slides.patching.outline_placement import SlideGeometry, rasterize_area
 from wsi_fl.slides.patching.slide_plan import PlanParams, plan_slide
 from wsi_fl.slides.patching.slide_survey import build_slide_geometry, survey_slide
 from wsi_fl.slides.patching.tissue import TissueParams
@@ -159,8 +159,20 @@ def test_an_imported_mask_lies_where_it_was_drawn(slide, tmp_path, kind):
     seen = survey(slide, tmp_path)
     rows, columns = np.nonzero(seen.segmentation.mask)
     found = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]) * seen.downsample
-    assert (np.abs(found - shift(TISSUE)) <= ((2, 2, 3, 3) if "outlines" in kind else 3)).all()
+    assert (np.abs(found - shift(TISSUE)) <= (1 if "outlines" in kind else 3)).all()
     assert "picture" in kind or seen.notes == ()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_outlines_of_tissue_become_the_pixels_whose_centres_they_hold(seed):
+    rng = np.random.default_rng(seed)
+    circles = [shapely.Point(*rng.uniform(-50, 1150, 2)).buffer(rng.uniform(3, 300)) for _ in range(12)]
+    area = shapely.union_all(circles[:9]).difference(shapely.union_all(circles[9:]))
+    x, y = np.meshgrid(np.arange(110) * 10.0 + 5, np.arange(90) * 10.0 + 5)
+    assert np.array_equal(rasterize_area(area, (90, 110), 10.0), shapely.contains_xy(area, x, y))
+    box = shapely.box(80, 80, 160, 160)  # on the borders of pixels
+    for tissue, n in ((box, 64), (shapely.box(0, 0, 1100, 900) - box, 9_900 - 64)):
+        assert rasterize_area(tissue, (90, 110), 10.0).sum() == n
 
 
 def test_a_mask_of_another_shape_is_refused(slide, tmp_path):

@@ -100,11 +100,14 @@ def test_colours_lie_where_their_patches_lie_to_the_last_corner(size, mpp):
     assert np.abs(drawn - exact).max() <= 1
 
 
-@pytest.mark.parametrize("stride", [224, 256])
-def test_boxes_of_a_grid_that_begins_anywhere_have_the_size_of_a_patch(stride):
-    xy = np.array([[x, y] for x in range(0, 2000, 130) for y in range(7, 2000, 190)])
-    boxes = patch_boxes(xy, GridSpec(256, 0.5, stride), 0.25, (9000, 9000))
-    assert np.array_equal(boxes, np.concatenate([xy, xy + 512], axis=1))
+@pytest.mark.parametrize("stride", [256, 128])
+def test_patches_off_the_grid_have_boxes_of_their_size(stride):
+    """CLAM counts from the corner of each piece of tissue, and patches of other tools are whole pixels apart."""
+    xy = np.array([[150, 100], [406, 100], [662, 355], [51_200, 40_960]])
+    boxes = patch_boxes(xy, GridSpec(256, 0.5, stride), 0.5, (90_000, 90_000))
+    assert boxes.tolist() == np.concatenate([xy, xy + 256], axis=1).tolist()
+    boxes = patch_boxes(xy, GridSpec(256, 0.5, stride), 0.4999, (90_000, 90_000))
+    assert np.abs(boxes[:, 2:] - xy - 256).max() <= 1
 
 
 @pytest.mark.parametrize("names", [("luad", "Luad", "lusc"), ("pT1", "PT1", "x"), ("a", "A", "B")])

@@ -59,7 +59,8 @@ def read_annotations(
     """Return the outlines of an ASAP XML or GeoJSON file.
 
     Holes come last, as Camelyon17 prescribes: they are subtracted from all tumour. An outline without a group (ASAP's
-    `None`, QuPath without classification or name) is tumour in a file without groups, and unsure in other files.
+    `None`, QuPath without classification or name) is tumour in a file without groups, and unsure in other files,
+    unless `group_roles` has a meaning of `None`.
     Outlines that cross themselves are repaired so that everything they surround is inside; those without area are
     left out.
 
@@ -97,10 +98,10 @@ def _assign_roles(
     path: Path, groups: Mapping[str, int], group_roles: Mapping[str, OutlineRole]
 ) -> dict[str, OutlineRole]:
     """Return the meaning of each group of a file."""
-    roles = _KNOWN_GROUPS | {_group_key(group): role for group, role in group_roles.items()}
-    if all(_group_key(group) in _UNGROUPED for group in groups):
-        roles |= dict.fromkeys(_UNGROUPED, "tumor")
-    roles.setdefault("", roles.get("none", "unsure"))
+    is_ungrouped = all(_group_key(group) in _UNGROUPED for group in groups)
+    known_roles = _KNOWN_GROUPS | ({"none": "tumor"} if is_ungrouped else {})
+    roles = known_roles | {_group_key(group): role for group, role in group_roles.items()}
+    roles.setdefault("", roles["none"])
     keys = {group: _group_key(group) for group in groups}
     keys = {group: key if key in roles else key.partition(":")[0].strip() for group, key in keys.items()}
     if unknown := sorted(group for group, key in keys.items() if key not in roles):

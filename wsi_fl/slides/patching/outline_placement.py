@@ -77,14 +77,14 @@ class SlideGeometry:
     def tissue_share(self, area: _Geometry) -> float:
         """Return the share of an area, in level-0 pixels, on tissue, or in the scanned area if tissue is unknown."""
         visible = shapely.intersection(area, shapely.box(0, 0, *self.size_l0))
-        mask = rasterize_area(visible, self.shape, self.downsample)
+        mask = _cover_area(visible, self.shape, self.downsample)
         if (tissue := self.tissue) is None:
-            tissue = rasterize_area(shapely.box(*self.bounds_l0), self.shape, self.downsample)
+            tissue = _cover_area(shapely.box(*self.bounds_l0), self.shape, self.downsample)
         return float((mask & tissue).sum() / max(area.area / self.downsample**2, mask.sum(), 1))
 
 
-def rasterize_area(area: _Geometry, shape: tuple[int, int], downsample: float) -> _Mask:
-    """Return a mask bool[height, width] of an area in level-0 pixels, with `downsample` of them per pixel."""
+def _cover_area(area: _Geometry, shape: tuple[int, int], downsample: float) -> _Mask:
+    """Return the pixels bool[height, width] that an area touches, so that small outlines have some."""
     canvas = Image.new("1", (shape[1], shape[0]))
     draw = ImageDraw.Draw(canvas)
     # The largest ring first: a hole is drawn before an island in it.
@@ -93,6 +93,23 @@ def rasterize_area(area: _Geometry, shape: tuple[int, int], downsample: float) -
         for ring, fill in [(polygon.exterior, 1), *((hole, 0) for hole in polygon.interiors)]:
             draw.polygon([(x, y) for x, y in shapely.get_coordinates(ring) / downsample], fill=fill)
     return np.array(canvas, bool)
+
+
+def rasterize_area(area: _Geometry, shape: tuple[int, int], downsample: float) -> _Mask:
+    """Return a mask bool[height, width] of an area in level-0 pixels, with `downsample` of them per pixel.
+
+    A pixel is in the area if its centre is: an odd number of edges cross its row of centres on its left.
+    """
+    height, width = shape
+    crossings = np.zeros((height, width + 1), np.int32)
+    for ring in shapely.get_rings(list_polygons(area)):
+        x, y = (shapely.get_coordinates(ring) / downsample - 0.5).T
+        lower, upper = np.ceil(np.clip(np.sort([y[:-1], y[1:]], axis=0), 0, height)).astype(np.int64)
+        edge = np.repeat(np.arange(len(lower)), upper - lower)
+        row = np.arange(len(edge)) + np.repeat(upper - np.cumsum(upper - lower), upper - lower)
+        column = x[edge] + (row - y[edge]) * (np.diff(x) / np.where(upper > lower, np.diff(y), 1))[edge]
+        np.add.at(crossings, (row, np.ceil(np.clip(column, 0, width)).astype(np.int64)), 1)
+    return np.asarray(np.cumsum(crossings[:, :width], axis=1) % 2 == 1, bool)
 
 
 def transform_area(area: _Geometry, offset: Sequence[float] | _Points, matrix: _Points | None = None) -> _Geometry:

@@ -53,9 +53,14 @@ def assign_splits(
     return [replace(r, split="test" if person[r.patient] in test_patients else "train") for r in records]
 
 
+def count_test_patients(n: int, fraction: float) -> int:
+    """Return the number of n patients that are held out: at least one of two, and never all."""
+    return min(max(round(fraction * n), 1), n - 1) if fraction > 0 else 0
+
+
 def _choose_test_patients(is_positive: dict[str, bool], fraction: float, rng: np.random.Generator) -> set[str]:
     """Choose the patients of the test split: each stratum's share, with rounding carried on to the next."""
-    n_test = min(max(round(fraction * len(is_positive)), 1), len(is_positive) - 1) if fraction > 0 else 0
+    n_test = count_test_patients(len(is_positive), fraction)
     chosen: set[str] = set()
     n_passed = 0
     for stratum in (True, False):

@@ -116,11 +116,10 @@ def patch_boxes(
         [[0, 0, 208, 208], [208, 0, 400, 208]]
     """
     step = spec.stride_px * spec.mpp / slide_mpp
-    cell = np.round(xy_l0 / step)
-    is_disjoint = spec.stride_px == spec.size_px
-    side = np.round((cell + 1) * step if is_disjoint else cell * step + patch_side_l0(spec, slide_mpp))
-    side -= np.round(cell * step)
-    return np.concatenate([xy_l0, np.minimum(xy_l0 + side.astype(np.int64), np.array(size_l0))], axis=1)
+    on_grid = np.round(xy_l0 / step) * step
+    corner = np.where(np.round(on_grid) == xy_l0, on_grid, xy_l0)
+    far_corner = np.round(corner + (step if spec.stride_px == spec.size_px else patch_side_l0(spec, slide_mpp)))
+    return np.concatenate([xy_l0, np.minimum(far_corner.astype(np.int64), np.array(size_l0))], axis=1)
 
 
 def score_class(predictions: PatchPredictions, class_index: int, top_k: int = TOP_K) -> dict[str, float]:
@@ -138,12 +137,12 @@ def score_class(predictions: PatchPredictions, class_index: int, top_k: int = TO
 
 
 def find_leading_class(predictions: PatchPredictions) -> int:
-    """Return the class for a slide's score: the second of two, else that of most patches, of those above the threshold
-    if there are any."""
+    """Return the class for a slide's score: the second of two, else that of most patches above the threshold, or of
+    most where none is."""
     if len(predictions.classes) == 2:
         return 1
-    counted = predictions.is_above if predictions.is_above.any() else slice(None)
-    return int(np.bincount(predictions.class_index[counted]).argmax())
+    rows = predictions.is_above if predictions.is_above.any() else slice(None)
+    return int(np.bincount(predictions.class_index[rows]).argmax())
 
 
 def _find_regions(predictions: PatchPredictions, class_index: int) -> list[_Region]:

@@ -11,7 +11,8 @@ from typing import TypedDict, Unpack
 import numpy as np
 
 from wsi_fl.slides.layouts.common import filter_site, read_rows, require_names
-from wsi_fl.stages.prepare.partition import SiteImages, write_image_store
+from wsi_fl.slides.patching.splits import count_test_patients
+from wsi_fl.stages.prepare.partition import SiteImages, describe_leaks, hash_images, write_image_store
 from wsi_fl.stages.prepare.slide_lists import Scope, select_sites
 from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stores.images import ImageDataSet, ImageSet, read_data_set
@@ -21,10 +22,11 @@ from wsi_fl.types import UsageError
 
 
 class _PatchesDocument(TypedDict):
-    """The document of `import --format patches`: the site, and its number of patients."""
+    """The document of `import --format patches`: the site, its number of patients, and lines on copies."""
 
     sites: list[SiteImages]
     patients: int
+    copies: list[str]
 
 
 def import_patches(
@@ -43,11 +45,11 @@ def import_patches(
 
     Args:
         labels: a table of patients and images (column slide: the file's name without its suffix, after its folder's and
-            a slash where names repeat, or PCam's slide). Where it has a column site, rows of other sites are ignored.
+            a slash where names repeat, or PCam's slide). Rows of other sites are ignored.
         size_px: scales images to squares of this size.
 
     Raises:
-        UsageError: when an image has no patient in the table or two, or a patient has training and test images.
+        UsageError: when an image has no patient in the table, or several, or a patient has training and test images.
     """
     pipeline, (site_file,) = select_sites(study, **scope)
     site = site_file.name
@@ -57,7 +59,7 @@ def import_patches(
     if data_set.test is None:
         names = np.array(patients["train"])
         order = np.random.default_rng(0).permutation(np.unique(names))
-        is_test = np.isin(names, order[: round(pipeline.slides.test_fraction * len(order))])
+        is_test = np.isin(names, order[: count_test_patients(len(order), pipeline.slides.test_fraction)])
         splits = {"train": np.flatnonzero(~is_test), "test": np.flatnonzero(is_test)}
         data_set, patients["test"] = ImageDataSet(data_set.train, data_set.train, data_set.classes), patients["train"]
     else:
@@ -68,8 +70,12 @@ def import_patches(
     with site_lock(study.store_path(site).parent, site) as work:
         work.require_presence()
         row = write_image_store(study, site, data_set, splits, patients=patients, mpp=mpp or 0.0)
+    assert data_set.test is not None
+    train = hash_images(data_set.train)
+    test = train if data_set.test is data_set.train else hash_images(data_set.test)
+    copies = describe_leaks(train[splits["train"]], test[splits["test"]])
     n_patients = len(set(patients["train"]) | set(patients["test"]))
-    return {"sites": [row], "patients": n_patients}
+    return {"sites": [row], "patients": n_patients, "copies": copies}
 
 
 def _read_patients(table: Path, site: str) -> dict[str, str]:
@@ -99,8 +105,9 @@ def _list_patients(images: ImageSet, by_image: dict[str, str] | None, table: Pat
 
 
 def render_patches_lines(document: _PatchesDocument) -> Lines:
-    """Yield the numbers of images by class, and of patients."""
+    """Yield the numbers of images by class, and of patients, and copies."""
     (row,) = document["sites"]
     classes = ", ".join(f"{name} {count}" for name, count in row["classes"].items())
     counts = f"{row['train']} training images ({classes}), {row['test']} of the test set"
     yield TextLine(f"{row['store']}: {counts}, {document['patients']} patients")
+    yield from (TextLine(f"  {line}", "bold yellow") for line in document["copies"])

@@ -171,7 +171,7 @@ def _split_test_set(data_set: ImageDataSet, fraction: float, rng: np.random.Gene
     if not 0 < n_test < len(order):
         raise UsageError(f"--test-fraction {fraction} of {len(order)} images leaves no test or training images")
     x, y = data_set.train.x, data_set.train.y
-    digests, test_rows = _hash_images(data_set.train), order[:n_test]
+    digests, test_rows = hash_images(data_set.train), order[:n_test]
     test_rows = np.sort(test_rows[~np.isin(digests[test_rows], digests[order[n_test:]])])  # without copies
     train_rows = np.setdiff1d(order, test_rows)
     if not len(test_rows):
@@ -197,18 +197,24 @@ def _divide_balanced(y: NDArray[np.int64], n_sites: int, rng: np.random.Generato
     return list(np.concatenate(columns, axis=1))
 
 
-def _hash_images(images: ImageSet) -> NDArray[np.uint64]:
+def hash_images(images: ImageSet) -> NDArray[np.uint64]:
     """Return a digest of each image; equal images have equal digests."""
     return np.array([hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images.x], "V8").view("u8")
 
 
 def _describe_copies(data_set: ImageDataSet) -> list[str]:
     """Return lines on copies among training images, and on test images also in training."""
-    train = _hash_images(data_set.train)
-    test = _hash_images(data_set.test) if data_set.test is not None else train[:0]
-    leaks, copies = int(np.isin(test, train).sum()), len(train) - len(np.unique(train))
+    train = hash_images(data_set.train)
+    test = hash_images(data_set.test) if data_set.test is not None else train[:0]
+    copies = len(train) - len(np.unique(train))
     lines = [f"{copies} training images are copies of others, and each counts as a patient"] if copies else []
-    return lines + ([f"{leaks} test images are in training too, so scores are too good"] if leaks else [])
+    return lines + describe_leaks(train, test)
+
+
+def describe_leaks(train: NDArray[np.uint64], test: NDArray[np.uint64]) -> list[str]:
+    """Return a line on the test images that are in training too, by digests of both; [] without any."""
+    leaks = int(np.isin(test, train).sum())
+    return [f"{leaks} test images are in training too, so scores are too good"] if leaks else []
 
 
 def write_image_store(

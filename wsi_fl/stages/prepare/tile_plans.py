@@ -33,7 +33,7 @@ from wsi_fl.system.files import StageFile, atomic_path, file_sha256
 from wsi_fl.system.prefetch import map_in_order
 from wsi_fl.types import GridSpec, SlideRecord, UsageError
 
-_PLAN_VERSION = 5
+_PLAN_VERSION = 6
 """Version of the plans; stored plans of another version are made again."""
 _ONE_FILE_SUFFIXES = {".bif", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff"}
 """Suffixes of slides in one file, identified by its size and time; other slides are planned each time."""

@@ -16,7 +16,7 @@ from wsi_fl.runs.site_folder import SITE_FILE
 from wsi_fl.slides.patching.scan_copies import Scan
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.example_kind import ExampleKind, find_example_kind
-from wsi_fl.stages.site.site_data import SiteData, list_scans, open_data
+from wsi_fl.stages.site.site_data import SiteData, open_data
 from wsi_fl.stages.site.study_hooks import EarlierRelease, StudyHooks, find_hooks
 from wsi_fl.stages.site.target_labels import find_task
 from wsi_fl.study.folder import Study, load_run_pipeline
@@ -193,7 +193,7 @@ class RunContext:
     def list_scans(self, data: SiteData) -> list[Scan]:
         """Return the slides of a site's store with content marks, for which all its shards are opened once."""
         if data.site not in self._scans:
-            self._scans[data.site] = list_scans(data.store)
+            self._scans[data.site] = data.list_scans()
         return self._scans[data.site]
 
     def load_cross_site_scores(self) -> CrossSiteScores | None:

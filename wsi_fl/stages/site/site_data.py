@@ -172,14 +172,12 @@ class SiteData:
         return train.folds is not None and train.fold is not None and not self.receives
 
     @cached_property
-    def cohort(self) -> Cohort:
-        """All examples with the splits of the run, such as its fold."""
+    def _example_folds(self) -> NDArray[np.int64]:
+        """int64[n], the cross-validation fold of each example, from 0."""
         cohort, train = self.full_cohort, self.pipeline.train
-        if not self._is_fold:
-            return cohort
-        assert train.folds is not None and train.fold is not None
+        assert train.folds is not None
         try:
-            fold = assign_folds(
+            return assign_folds(
                 cohort.patient,
                 fold_strata(cohort.label, self.task),
                 n_folds=train.folds,
@@ -189,7 +187,22 @@ class SiteData:
             )
         except UsageError as error:
             raise UsageError(f"site {self.site}: {error}") from None
-        return cohort.assign_columns(split=np.where(fold == train.fold - 1, "test", "train"))
+
+    @cached_property
+    def cohort(self) -> Cohort:
+        """All examples with the splits of the run, such as its fold."""
+        if not self._is_fold:
+            return self.full_cohort
+        number = self._example_folds + 1
+        return self.full_cohort.assign_columns(split=np.where(number == self.pipeline.train.fold, "test", "train"))
+
+    def list_scans(self) -> list[Scan]:
+        """Return the slides of the store with content marks, in the splits of the store or the folds of the run."""
+        scans = list_scans(self.store)
+        if not self._is_fold:
+            return scans
+        fold = dict(zip(self.full_cohort.patient.tolist(), self._example_folds.tolist(), strict=True))
+        return [replace(scan, split=f"fold {fold[scan.patient] + 1}") for scan in scans if scan.patient in fold]
 
     def list_eligible(self) -> _EligibleRows:
         """Return the rows that may be trained on, before a fold or validation patients are held out.
