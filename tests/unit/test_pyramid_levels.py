@@ -225,6 +225,23 @@ def test_a_file_whose_last_tiles_are_cut_off_leaves_them_out(tmp_path, compressi
     assert_reduced(corners, pixels, 1)
 
 
+@pytest.mark.parametrize("reader", ["auto", "openslide"])
+def test_a_coarse_level_of_a_narrow_slide_shows_each_place_where_it_is(tmp_path, reader):
+    """Halving drops what is left over: a side of 950 px becomes one of 29, and one of 20000 px one of 625."""
+    begin = 18_432
+    strip = np.full((950, 20_000, 3), 250, np.uint8)
+    strip[:, begin:] = 90
+    path = write(tmp_path / "strip.tif", "deflate", [strip, *(strip[: 950 // n * n : n, ::n] for n in (4, 32))])
+    with Slide(path, reader=reader) as slide:
+        thumbnail, downsample = slide.thumbnail(625)
+        assert (downsample, thumbnail.shape) == (32.0, (30, 625, 3))
+        assert np.array_equal(np.flatnonzero(thumbnail[3, :, 0] < 170)[:1], [begin // 32])
+        for factor in (4, 32):
+            patch = slide.read((begin - 8 * factor, 0), 16, MPP * factor)
+            # OpenSlide takes whole pixels of level 0, up to an eighth of a pixel of level 1 beside the place
+            assert np.abs(patch[:, :, 0].astype(int) - np.repeat([250, 90], 8)).max() <= 160 / 8
+
+
 def test_levels_of_one_slide_have_one_ratio():
     for sizes, own in {
         ((100_000, 33), (50_000, 16), (25_000, 8), (12_500, 4), (1563, 1)): [0, 1, 2, 3, 4],

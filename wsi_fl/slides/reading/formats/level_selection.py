@@ -64,9 +64,9 @@ def find_padded_levels(source: PixelSource) -> set[int]:
     """
     sizes, downsamples = source.level_dimensions, source.level_downsamples
     tiles = getattr(source, "tiles_px", ()) or _read_tile_sizes(source.properties, len(sizes))
-    (width, height), candidates = sizes[0], []
+    candidates = []
     if len(tiles) == len(sizes):
-        size_ratios = [(width / w + height / h) / 2 for w, h in sizes]
+        size_ratios = [_mean_ratio(sizes[0], size) for size in sizes]
         candidates = [k for k in range(len(sizes)) if tiles[k] == tiles[0] and isclose(size_ratios[k], downsamples[k])]
     if not any(is_padded(sizes[0], sizes[k], tiles[k]) for k in candidates):
         return set()
@@ -116,6 +116,31 @@ def _read_tile_sizes(properties: Mapping[str, str], n_levels: int) -> list[tuple
     return [(int(w), int(h)) for w, h in sides if w and h]
 
 
+def correct_downsample(slide_size: tuple[int, int], level_size: tuple[int, int], downsample: float) -> float:
+    """Return the reduction of a level, which readers take to be the mean of both axes' ratios.
+
+    Halving drops what is left over, and that is much of a narrow slide's short side: the mean is then several pixels
+    off at the end of the long one, where the whole number that explains both sides within a pixel is right.
+
+    Args:
+        slide_size, level_size: (width, height) in pixels.
+        downsample: the reader's.
+
+    Example:
+        >>> correct_downsample((40000, 1900), (625, 29), 64.76), correct_downsample((4096, 3071), (1024, 767), 4.002)
+        (64.0, 4.002)
+    """
+    ratios, mean = _picture_ratios(slide_size, level_size), _mean_ratio(slide_size, level_size)
+    if len(ratios) != 1 or not isclose(mean, downsample, rel_tol=1e-3):  # else a scanner states it
+        return downsample
+    drift_px = abs(downsample / min(ratios) - 1) * max(level_size)
+    return float(min(ratios)) if drift_px > _ROUNDING_PX else downsample
+
+
+def _mean_ratio(slide_size: tuple[int, int], level_size: tuple[int, int]) -> float:
+    return sum(side / max(1, level_side) for side, level_side in zip(slide_size, level_size, strict=True)) / 2
+
+
 class SelectedLevels:
     """A source with selected levels of another, by their numbers there; the first is the slide.
 
@@ -126,8 +151,12 @@ class SelectedLevels:
     def __init__(self, source: PixelSource, numbers: Sequence[int]) -> None:
         self.source, self.numbers = source, tuple(numbers)
         self.level_dimensions = tuple(source.level_dimensions[k] for k in numbers)
-        self.level_downsamples = tuple(source.level_downsamples[k] for k in numbers)
         self.dimensions = self.level_dimensions[0]
+        self._source_downsamples = tuple(source.level_downsamples[k] for k in numbers)
+        self.level_downsamples = tuple(
+            correct_downsample(self.dimensions, size, downsample)
+            for size, downsample in zip(self.level_dimensions, self._source_downsamples, strict=True)
+        )
         self.properties: Mapping[str, str] = dict(self._renumber_properties(source.properties))
         self.fill: tuple[int, int, int] | None = getattr(source, "fill", None)
 
@@ -144,6 +173,10 @@ class SelectedLevels:
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
         """See `Source`."""
+        ours, theirs = self.level_downsamples[level], self._source_downsamples[level]
+        if ours != theirs:
+            x, y = (round(round(v / ours) * theirs) for v in location)
+            location = (x, y)
         return self.source.read_region(location, self.numbers[level], size)
 
     def close(self) -> None:
