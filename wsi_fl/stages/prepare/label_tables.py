@@ -118,8 +118,8 @@ def _read_site_rows(table: Path, site: str, needed: Sequence[str]) -> tuple[list
         row.update({key: row[name] for key, name in column_names.items() if name})
     if not site_rows:
         raise UsageError(f"{table}: has no row of site {site}")
-    others = [row for row in rows if read_site_name(row, site) != site]
-    names = [row[str(column_names[key])] for row in others for key in ("slide", "patient")]
+    foreign_rows = [row for row in rows if read_site_name(row, site) != site]
+    names = [row[str(column_names[key])] for row in foreign_rows for key in ("slide", "patient")]
     return site_rows, describe_account(table.name, rows, len(site_rows), site), names
 
 

@@ -173,9 +173,9 @@ class SelectedLevels:
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
         """See `Source`."""
-        ours, theirs = self.level_downsamples[level], self._source_downsamples[level]
-        if ours != theirs:
-            x, y = (round(round(v / ours) * theirs) for v in location)
+        downsample, source_downsample = self.level_downsamples[level], self._source_downsamples[level]
+        if downsample != source_downsample:
+            x, y = (round(round(v / downsample) * source_downsample) for v in location)
             location = (x, y)
         return self.source.read_region(location, self.numbers[level], size)
 
