@@ -110,7 +110,8 @@ def render_line(rows: Sequence[Row], trial: Trial, label: str) -> list[str]:
     if not mine:
         return [label, *("–" for _ in HEADS[:-1]), "0"]
     mean = Difference(tuple(average(rows, trial).values()))
-    interval = f"{mean.mean - mean.half:.3f} to {mean.mean + mean.half:.3f}" if len(mine) > 1 else "–"
+    low, high = max(mean.mean - mean.half, 0.0), min(mean.mean + mean.half, 1.0)
+    interval = f"{low:.3f} to {high:.3f}" if len(mine) > 1 else "–"
     epsilon = max(float(row.epsilon) for row in mine)
     cost = f"{epsilon:.1f} ({mine[0].guarantee})" if epsilon else "–"
     cells = [spread(mine, column) for column in ("accuracy", "macro_accuracy", "proxy_accuracy")]
