@@ -81,7 +81,8 @@ class Trial:
 class Row:
     """What one run reached: scores of each site's private model in the last round, separated by spaces.
 
-    The private model of a method with a single model is that one. `curve` has round:mean accuracy.
+    The private model of a method with a single model is that one. `curve` has round:mean accuracy. `cpu_minutes` counts
+    the rounds before an interruption by the clock.
     """
 
     data: str
