@@ -321,8 +321,8 @@ def build_heatmaps(evaluated: Sequence[Json], score: str) -> list[dict[str, obje
             reached = [mean_of_available(row[j] for i, row in enumerate(grid) if i != j) for j in range(len(names))]
             title = f"{formatting.SCORES[metric]} of models on test parts"
             heatmaps.append({
-                "metric": formatting.SCORES[metric], "names": names, "grid": grid, "low": low, "high": high,
-                "elsewhere": mean_elsewhere, "reached": reached,
+                "score": metric, "metric": formatting.SCORES[metric], "names": names, "grid": grid,
+                "low": low, "high": high, "elsewhere": mean_elsewhere, "reached": reached,
                 "best": _unique_extreme(max, names, mean_elsewhere),
                 "hardest": _unique_extreme(min, names, reached),
                 "chart": figures.plot_matrix(grid, (low, high), title) if len(names) > _MAX_TABLE_SITES else None,
