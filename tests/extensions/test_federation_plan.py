@@ -475,10 +475,11 @@ def test_a_local_store_of_another_encoder_or_other_classes_is_refused(tmp_path, 
     refused(lambda: review_plan(other, plan, "S0"), "features per patch 5, but S0 has 6")
     same, real = with_features(hospital(tmp_path / "same", "S0"), 5), review.describe_store
     assert review_plan(same, plan, "S0").cost
-    for key, value in (("encoder", "huge sha256:1"), ("classes", ["a", "b"])):
+    other_values = ("encoder", "huge sha256:1", "--set features.encoder=huge"), ("classes", ["a", "b"], "another plan")
+    for key, value, advice in other_values:
         found = {key: value}
         monkeypatch.setattr(review, "describe_store", lambda *given, found=found: real(*given) | found)
-        refused(lambda: review_plan(same, plan, "S0"), key)
+        refused(lambda: review_plan(same, plan, "S0"), key, advice)
 
 
 def test_existing_files_of_other_sites_stay_and_differences_are_reported(plan, tmp_path, identities):

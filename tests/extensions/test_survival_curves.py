@@ -220,6 +220,7 @@ def test_counts_of_rows_of_which_no_curve_can_be_drawn_are_refused_before_they_c
 
 def test_counts_without_features_give_no_model_and_are_of_survival(study):
     refused(lambda: dry_run(study, method="oneshot", overrides=COUNTS), "model.projection = 0", "gives no model")
+    assert release_statistics(study, site="S0", overrides=[*COUNTS, OPEN])["next"] == ["wsi-fl survival"]
     refused(lambda: release(study, *GRADE, "model.projection=0"), "model.projection = 0 is for survival curves")
 
 

@@ -15,6 +15,8 @@ from wsi_fl import __version__
 from wsi_fl.__main__ import main
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.plans.build_plan import PlanDocument
+from wsi_fl.models.cnn import IMAGE_BUILDERS
+from wsi_fl.models.mil import BAG_BUILDERS, VECTOR_BUILDERS
 from wsi_fl.stages.prepare.check_stores import _CheckDocument, _SiteCheck
 from wsi_fl.stages.prepare.init_study import _InitDocument
 from wsi_fl.stages.prepare.slide_lists import BagsDocument, BagsRow
@@ -228,6 +230,12 @@ def test_an_old_name_is_refused_in_one_line_with_the_new_name(study, monkeypatch
         main()
     said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert ended.value.code == 2 and len(said) == 1 and f"{old} was renamed: use {new}" in said[0]
+
+
+def test_architectures_of_the_page_of_training_exist():
+    section = text_of("docs/how-to/train.md").split("## Models\n")[1].split("### ")[0]
+    named = {*re.findall(r"`([a-z_0-9]+)`", section)}
+    assert {"resnet18", "linear_head", "abmil"} < named <= {*IMAGE_BUILDERS, *VECTOR_BUILDERS, *BAG_BUILDERS}
 
 
 def test_defaults_that_pages_state_are_the_defaults():

@@ -390,7 +390,8 @@ def test_a_numeric_target_is_trained(study):
     run = trained(study, *NUMBER, OPEN, "train.rounds=8")
     merged = evaluate(study, run)["merged"]
     assert merged["r2"]["mean"] > 0.5 and merged["mae"]["mean"] < 0.2
-    assert "Each dot is a test" in write_report(study, run).read_text()
+    page = write_report(study, run).read_text()
+    assert "Each dot is a test" in page and "Merged test set, R²" in page and " r²" not in page
 
 
 def test_the_best_model_on_validation_rows_predicts_a_number_and_the_local_one_is_a_candidate(study, capsys):

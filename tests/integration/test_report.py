@@ -295,7 +295,7 @@ SAYS = {
     ),
     "before evaluation": (
         lambda p: {"evaluation": None, "baselines": (), "stores": ()},
-        ("wsi-fl evaluate runs/00003-proxyfl", "trains the local models", "wsi-fl tile draws one per slide"),
+        ("wsi-fl evaluate runs/00003-proxyfl", "wsi-fl compare runs/00003-proxyfl", "wsi-fl tile draws one per slide"),
         ("accuracy of",),
     ),
     "a single site": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import conftest
 import pytest
 
+from wsi_fl.slides.layouts.tcga import name_site
 from wsi_fl.slides.layouts.tcga_targets import list_institutions, read_clinical, read_target
 from wsi_fl.stages.prepare.import_export import import_features
 from wsi_fl.stages.prepare.init_features import ArchiveTables
@@ -91,6 +93,13 @@ def test_a_site_is_imported_and_trained_on_a_target_of_its_table(archive, tmp_pa
     keys = ['sites=["tcga-a6","tcga-indivumed"]', "train.rounds=1", "privacy.enabled=false"]
     summary = train(study, method="oneshot", pipeline_name="survival", overrides=keys, backend="local")
     assert [row["site"] for row in summary["sites"]] == ["tcga-a6", "tcga-indivumed"]
+
+
+def test_the_sites_that_the_page_imports_have_the_names_that_init_gives():
+    page = (Path(__file__).parents[2] / "docs/how-to/map-tcga.md").read_text("utf-8")
+    (names,) = re.findall(r"for site in (.+?);", page)
+    assert names.split() == [name_site(name) for name in ("Christiana Healthcare", "Indivumed")]
+    assert all(page.count(name) == 2 for name in names.split())
 
 
 def test_targets_come_from_tables_of_the_gdc_and_of_cbioportal(tmp_path):

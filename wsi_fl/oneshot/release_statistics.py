@@ -77,7 +77,8 @@ def release_statistics(study: Study, *, repeat: bool = False, **selection: Unpac
     if not job.is_first:
         return {}
     options = selection.get("pipeline_name"), selection.get("overrides", ())
-    return {"sites": rows, "next": [next_command("train --method oneshot", *options, ["train.from_released=true"])]}
+    train_command = next_command("train --method oneshot", *options, ["train.from_released=true"])
+    return {"sites": rows, "next": ["wsi-fl survival" if pipeline.model.projection == 0 else train_command]}
 
 
 def _build_context(study: Study, pipeline: Pipeline, site: SiteFile) -> RunContext:

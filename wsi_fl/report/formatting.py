@@ -117,8 +117,8 @@ def describe_receivers(evaluation: Mapping[str, Any]) -> list[str]:
         low, high = format_number(expected["low"]), format_number(expected["high"])
         reached = f"{format_number(expected['mean'])} ({low} to {high})"
         expect = (
-            f"Expected at sites without labels: {SCORES[score].lower()} {reached}, as their head has on the test parts "
-            f"of {', '.join(receivers['reference_sites'])}; a hospital unlike these may have less."
+            f"Expected at sites without labels: {score_in_sentence(score)} {reached}, as their head has on the test "
+            f"parts of {', '.join(receivers['reference_sites'])}; a hospital unlike these may have less."
         )
     return [*sentences, expect]
 

@@ -148,7 +148,7 @@ def _first_gain(merged: Json, baseline: str, run: Json, score: str) -> dict[str,
     gain = (run.get("gain") or {}).get("gain")
     return {
         "over": baseline,
-        "in": run["gain"]["measure"] if gain else formatting.SCORES[score].lower(),
+        "in": run["gain"]["measure"] if gain else formatting.score_in_sentence(score),
         "value": gain["mean"] if gain else merged[score]["mean"] - run[score]["mean"],
     }
 
@@ -239,7 +239,7 @@ def _metric_series(page: Page, *keys: str) -> dict[str, Points]:
 
 def _curve_titles(score: str) -> dict[tuple[str, str], tuple[str, str]]:
     """Return (test set or model, score) → title and explanation of its curve."""
-    word = formatting.SCORES[score].lower()
+    word = formatting.score_in_sentence(score)
     return {
         ("merged", score): (f"Merged test set, {word}", "Each site's model on the test parts of all sites."),
         ("own", score): (f"Own test part, {word}", "Each site's model on the test part of that site."),
@@ -321,8 +321,8 @@ def build_heatmaps(evaluated: Sequence[Json], score: str) -> list[dict[str, obje
             reached = [mean_of_available(row[j] for i, row in enumerate(grid) if i != j) for j in range(len(names))]
             title = f"{formatting.SCORES[metric]} of models on test parts"
             heatmaps.append({
-                "metric": formatting.SCORES[metric], "names": names, "grid": grid, "low": low, "high": high,
-                "elsewhere": mean_elsewhere, "reached": reached,
+                "score": metric, "metric": formatting.SCORES[metric], "names": names, "grid": grid,
+                "low": low, "high": high, "elsewhere": mean_elsewhere, "reached": reached,
                 "best": _unique_extreme(max, names, mean_elsewhere),
                 "hardest": _unique_extreme(min, names, reached),
                 "chart": figures.plot_matrix(grid, (low, high), title) if len(names) > _MAX_TABLE_SITES else None,

@@ -221,9 +221,11 @@ def _require_matching_store(store_data: DataDescription, document: PlanDocument,
     for key, label in _STORE_TERMS.items():
         plan_value, store_value = plan_values[key], store_values[key]
         if None not in (plan_value, store_value) and not is_alike(key, plan_value, store_value):
+            section = "mosaic" if plan_values["data"] == "mosaics" else "features"
+            made_with = f" (--set {section}.encoder={str(store_value).split()[0]})" if key == "encoder" else ""
             text = (
-                f"the plan is for {label} {format_value(plan_value)}, "
-                f"but {site} has {format_value(store_value)}; make the store as the plan says, or ask for another plan"
+                f"the plan is for {label} {format_value(plan_value)}, but {site} has {format_value(store_value)}; "
+                f"make the store as the plan says, or ask for another plan{made_with}"
             )
             raise mark_fault(UsageError(text), "other_store", site)
 

@@ -48,7 +48,7 @@ def render_evaluation_lines(document: Evaluation) -> Lines:
             f"{name} {format_spread(spread_values) if is_number(spread_values['mean']) else unknown_text}"
             for name, spread_values in part_scores.items()
         )
-        yield TextLine(f"  {SCORES[first].lower()} on each site's part over all models: {sentence}")
+        yield TextLine(f"  {score_in_sentence(first)} on each site's part over all models: {sentence}")
     if document["sites"] and all(row["model"] == LOCAL for row in document["sites"]):
         yield TextLine(
             "each site predicts with its local model: no held-out rows show a gain of federation; "

@@ -19,7 +19,7 @@ from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.comm import Comm, MpiComm
 from wsi_fl.federation.cross_site_evaluation import CrossSiteScoring
 from wsi_fl.federation.site_state import Site
-from wsi_fl.report.formatting import SCORES
+from wsi_fl.report.formatting import score_in_sentence
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.runs.site_folder import append_note, hold_site_lock
 from wsi_fl.stages.runtime.console import JsonEvents, SilentProgress, Watcher, describe_failure, emit_event
@@ -267,7 +267,7 @@ def _make_reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) 
             return
         scores = done.get("merged") or done.get("own") or {}
         score = next(((name, scores[name]) for name in task.scores if scores.get(name) is not None), None)
-        note = f"{SCORES[score[0]].lower()} {score[1]:.3f}" if score else ""
+        note = f"{score_in_sentence(score[0])} {score[1]:.3f}" if score else ""
         if done["epsilon"] is not None:
             note += f" ε {done['epsilon']:.2f}"
         watcher.update(event["site"], event["round"], rounds, note.strip())
