@@ -21,20 +21,14 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.data.metrics import (
-    RankedScores,
-    fill_patient_names,
-    percentile_interval,
-    resample_clusters,
-    share_interval,
-)
+from wsi_fl.data.metrics import RankedScores, fill_patient_names, percentile_interval, resample_clusters, share_interval
 
 _Scores = NDArray[np.float64]
 
 _MIN_NON_MEMBERS = 1000
 """Least number of non-members for a true positive rate at a false positive rate of 1 % or less."""
 _MIN_PATIENTS = 4
-"""Least number of patients on either side for an interval: all three of one lie above three others by chance in 1/20."""
+"""Least number of patients on either side for an interval: three lie above three others by chance in one of 20."""
 _GUESS_SHARES = (1.0, 0.5, 0.25, 0.125)
 """Shares of the canaries with a guess: fixed beforehand, each tested at a fourth of the allowed error."""
 _MAX_EPSILON = 50.0  # an ε above any bound by canaries
