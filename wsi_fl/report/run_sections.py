@@ -166,6 +166,7 @@ def summarize_privacy(page: Page) -> Json:
         "deltas": sorted({formatting.format_scientific(s.get("delta")) for s in sites_with_epsilon}),
         "units": sorted({s["unit"] for s in sites_with_epsilon if s.get("unit")}),
         "guarantee": weakest,
+        "has_lifetime": any(s.get("real") for s in sites),
         "without": [s["site"] for s in sites if not is_number(s.get("epsilon"))],
         "groups": [(s["site"], group) for s in sites if (group := page.groups.get(s["site"]))],
         "planted": [f"{s['canaries']} at {s['site']}" for s in sites if s.get("canaries")],
@@ -287,7 +288,10 @@ def plot_epsilon(page: Page, colors: Mapping[str, str]) -> Chart | None:
     if not series:
         return None
     sites = page.summary.get("sites", ())
-    budgets = {s["site"]: float(s["max_epsilon"]) for s in sites if is_number(s.get("max_epsilon"))}
+    # that of a real site is for all its runs
+    budgets = {
+        s["site"]: float(s["max_epsilon"]) for s in sites if is_number(s.get("max_epsilon")) and not s.get("real")
+    }
     return figures.plot_budget_curves(series, colors, budgets, f"ε spent ({summarize_privacy(page)['guarantee']})")
 
 
