@@ -4,7 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from itertools import pairwise
-from math import comb, exp
+from math import comb, exp, sqrt
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import torch
 from conftest import REAL, make_study, nightly, refused, write_features, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binom, binomtest
+from scipy.stats import binom, binomtest, norm, t
 from sklearn.metrics import roc_auc_score
 from training_runs import trained
 
@@ -132,13 +132,25 @@ def test_the_interval_redraws_whole_patients():
         some = [np.flatnonzero(mine == f"m{k}") for k in again.integers(6, size=6)]
         more = [np.flatnonzero(theirs == f"o{k}") for k in again.integers(8, size=8)]
         drawn.append(compute_auroc(members[np.concatenate(some)], others[np.concatenate(more)]))
-    assert found == pytest.approx(np.quantile(drawn, [0.025, 0.975]).tolist())
-    assert auroc_interval(members, others, mine, np.full(24, "one"), repeats=200) is None
-    names = np.array([*"aabbccdd"]), np.array([*"efgefg"])
+    tail = norm.cdf(t(5).ppf(0.025) * sqrt(6 / 5))  # of six patients, which vary more than draws of them
+    assert found == pytest.approx(np.quantile(drawn, [tail, 1 - tail]).tolist())
+    few = np.repeat(["a", "b", "c"], 8)
+    assert auroc_interval(members, others, mine, few, repeats=200) is None
+    names = np.array([*"aabbccdd"]), np.array([*"efghef"])
     parted = auroc_interval(np.arange(8.0) + 9, np.arange(6.0), *names, repeats=50)
-    assert parted == pytest.approx([*binomtest(3, 3).proportion_ci(method="exact")])
+    assert parted == pytest.approx([*binomtest(4, 4).proportion_ci(method="exact")])
     nameless = auroc_interval(members, others, np.full(30, ""), np.full(24, ""), repeats=200)
     assert nameless is not None and nameless[0] < nameless[1]
+
+
+def test_the_interval_of_few_patients_is_seldom_above_chance():
+    """Four patients and twelve others of the same distribution, whose four rows are nearly alike."""
+    rng, n_alarms = np.random.default_rng(0), 0
+    names = [np.repeat([f"{side}{k}" for k in range(n)], 4) for side, n in (("m", 4), ("o", 12))]
+    for _ in range(300):
+        sides = [np.repeat(rng.normal(size=n), 4) + rng.normal(size=4 * n) / 3 for n in (4, 12)]
+        n_alarms += auroc_interval(*sides, *names, repeats=80)[0] > 0.5
+    assert n_alarms <= binom.ppf(0.99, 300, 0.025)
 
 
 def slow_p_value(m, r, v, epsilon, delta):

@@ -76,7 +76,7 @@ def test_sites_count_alike_and_perfect_guesses_prove_as_much_as_there_are_patien
     assert found["interval"] == pytest.approx([*binomtest(4, 4).proportion_ci(method="exact")])
     always_first = guess([np.eye(3)[np.zeros(n, int)] for n in (4, 40, 7)], names(4, 40, 7))
     assert always_first["accuracy"] == pytest.approx(1 / 3)
-    assert guess(right, [np.full(4, "one"), *names(40, 7)])["interval"] is None
+    assert guess(right, [np.array([*"aabb"]), *names(40, 7)])["interval"] is None
     assert guess(right, names(4, 40, 7), repeats=0)["interval"] is None
 
 
@@ -96,6 +96,17 @@ def test_the_interval_covers_the_accuracy_of_guesses_at_patients_whose_rows_are_
         low, high = guess(scores, patients, repeats=200)["interval"]
         covered += low <= 0.7 <= high
     assert covered >= binom.ppf(1e-4, 200, 0.93)  # a little less than 95 %, as the percentiles of a bootstrap have
+
+
+def test_the_interval_of_few_patients_covers_the_accuracy_of_guesses():
+    """Three sites of five patients with eight rows, in which the guess is right with a probability of 0.2 or 0.8."""
+    rng, covered, patients = np.random.default_rng(0), 0, [np.repeat(np.arange(5).astype(str), 8)] * 3
+    for _ in range(200):
+        is_right = rng.random((3, 40)) < rng.choice([0.2, 0.8], (3, 5)).repeat(8, axis=1)
+        scores = [np.eye(3)[np.where(hits, k, (k + 1) % 3)] for k, hits in enumerate(is_right)]
+        low, high = guess(scores, patients, repeats=100)["interval"]
+        covered += low <= 0.5 <= high
+    assert covered >= 185
 
 
 def test_a_model_that_is_better_or_varies_more_everywhere_is_not_guessed_everywhere():

@@ -277,6 +277,15 @@ def test_a_renamed_run_stays_the_same_run(hospital):
     assert write_report(hospital, renamed.name).exists()
 
 
+def test_the_report_of_a_real_site_shows_what_all_its_runs_spent_of_the_budget(spent):
+    summary = run(spent)
+    site = row(summary)
+    assert site["lifetime_epsilon"] > site["epsilon"] + 0.1
+    page = write_report(spent, summary["run"]).read_text()
+    assert f"<td>{site['lifetime_epsilon']:.2f}</td><td>{site['max_epsilon']:.2f}</td>" in page
+    assert "budget" not in page.partition("ε spent (")[2].partition("Privacy spent by each site")[0].lower()
+
+
 def test_two_sites_that_name_one_ledger_are_both_charged(tmp_path):
     where = f'{HOSPITAL}\nallow = ["patches"]\nledger = "{tmp_path}/budget.jsonl"'
     rows = run(make_study(tmp_path / "study", n_sites=2, site_extra=where))["sites"]

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from browser import CHROMIUM, browser
-from conftest import REAL, make_study, nightly
+from conftest import REAL, interrupted_after, make_study, metrics, nightly
 from file_changes import edit, make_real, site_file
 from PIL import Image
 
@@ -19,8 +19,9 @@ from wsi_fl.report.run_page import render_run_page
 from wsi_fl.report.run_sections import Page, build_headline
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.stages.evaluation.evaluate import evaluate
+from wsi_fl.stages.evaluation.export_model import export_model
 from wsi_fl.stages.evaluation.write_report import write_report
-from wsi_fl.stages.training.train import train
+from wsi_fl.stages.training.train import resume_run, train
 from wsi_fl.study.folder import Study
 
 CLASSES = ("healthy", "tumor")
@@ -472,3 +473,16 @@ def test_nothing_overflows_and_chart_text_is_legible(tmp_path, width, n_sites):
     assert window_width == width
     assert content_width <= width, "the page scrolls sideways"
     assert smallest_font >= 8
+
+
+def test_pages_do_not_pass_over_the_cost_of_a_site_that_dropped_out(pair):
+    with interrupted_after(4):
+        train(pair, method="fedavg", overrides=["train.rounds=5"], backend="local")
+    summary = resume_run(pair, "1", without=["S1"], backend="local")
+    (loss,), (last, *_) = summary["losses"], reversed(metrics(pair.root / summary["run"], "S1"))
+    assert [row["site"] for row in summary["sites"]] == ["S0"] and loss["round"] > 1
+    sentence = f"S1 dropped out in round {loss['round']}. What it had released by then is not among these numbers: "
+    assert f"{sentence}ε = {last['epsilon']:.2f}." in write_report(pair, "1").read_text(encoding="utf-8")
+    out = export_model(pair, "1", model_name="shared", form="wsinfer")["out"]
+    card = (pair.root / out / "MODEL_CARD.md").read_text(encoding="utf-8")
+    assert f"Not in the table: S1, which dropped out in round {loss['round']}; its own ledger has the ε" in card

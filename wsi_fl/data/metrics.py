@@ -230,6 +230,29 @@ def resample_clusters(rng: np.random.Generator, clusters: NDArray[np.int64], n: 
     return np.bincount(rng.integers(n, size=n), minlength=n).astype(np.int32)[clusters]
 
 
+def percentile_interval(draws: Sequence[float], n: int) -> tuple[float, float]:
+    """Return the 95 % interval of bootstrap draws from n clusters, with percentiles further out where these are few.
+
+    Draws from n clusters vary too little, by √((n − 1) / n), and the normal distribution is too narrow where that is
+    estimated: the quantiles are those of Student's t in units of it (Hesterberg, "What teachers should know about the
+    bootstrap", American Statistician 2015, section 5.3).
+
+    Args:
+        n: number of clusters, 2 or more; of several samples that of the smallest.
+
+    Example:
+        >>> tuple(round(end) for end in percentile_interval(range(1001), n=10_000))
+        (25, 975)
+        >>> tuple(round(end) for end in percentile_interval(range(1001), n=8))
+        (6, 994)
+    """
+    from scipy.special import ndtr, stdtrit
+
+    tail = float(ndtr(stdtrit(n - 1, INTERVAL_QUANTILES[0]) * (n / (n - 1)) ** 0.5))
+    low, high = np.quantile(draws, [tail, 1 - tail])
+    return float(low), float(high)
+
+
 _ExactInterval = Callable[[str, float], list[float] | None]
 """Name of a score and its value, the same in every resample → the exact interval; None without one."""
 

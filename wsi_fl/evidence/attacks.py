@@ -21,12 +21,14 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.data.metrics import INTERVAL_QUANTILES, RankedScores, fill_patient_names, resample_clusters, share_interval
+from wsi_fl.data.metrics import RankedScores, fill_patient_names, percentile_interval, resample_clusters, share_interval
 
 _Scores = NDArray[np.float64]
 
 _MIN_NON_MEMBERS = 1000
 """Least number of non-members for a true positive rate at a false positive rate of 1 % or less."""
+_MIN_PATIENTS = 4
+"""Least number of patients on either side for an interval: three lie above three others by chance in one of 20."""
 _GUESS_SHARES = (1.0, 0.5, 0.25, 0.125)
 """Shares of the canaries with a guess: fixed beforehand, each tested at a fourth of the allowed error."""
 _MAX_EPSILON = 50.0  # an ε above any bound by canaries
@@ -52,25 +54,24 @@ def auroc_interval(
     repeats: int,
     seed: int = 0,
 ) -> list[float] | None:
-    """Return the AUROC's 95 % bootstrap interval over whole patients; None with fewer than two on either side.
+    """Return the AUROC's 95 % bootstrap interval over whole patients; None with fewer than four on either side.
 
     Where every draw ranks all pairs alike, the interval is the exact binomial one of as many pairs as share no patient:
-    three members above three non-members prove little.
+    four members above four non-members prove little.
 
     Args:
         member_patients, other_patients: the patient of each row.
     """
     sides = [np.unique(fill_patient_names(names), return_inverse=True) for names in (member_patients, other_patients)]
     n_patients = min(len(names) for names, _ in sides)
-    if n_patients < 2 or not repeats:
+    if n_patients < _MIN_PATIENTS or not repeats:
         return None
     ranked, rng = _rank_scores(members, others), np.random.default_rng(seed)
     draws = (
         np.concatenate([resample_clusters(rng, clusters, len(names)) for names, clusters in sides])
         for _ in range(repeats)
     )
-    aurocs = [ranked.compute_aurocs(weights)[0] for weights in draws]
-    low, high = (float(q) for q in np.quantile(aurocs, INTERVAL_QUANTILES))
+    low, high = percentile_interval([ranked.compute_aurocs(weights)[0] for weights in draws], n_patients)
     return [*share_interval(low, n_patients)] if low == high and low in (0, 1) else [low, high]
 
 

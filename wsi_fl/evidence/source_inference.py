@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wsi_fl.data.batches import load_batches
 from wsi_fl.data.cohort import Cohort
-from wsi_fl.data.metrics import INTERVAL_QUANTILES, fill_patient_names, resample_clusters, share_interval
+from wsi_fl.data.metrics import fill_patient_names, percentile_interval, resample_clusters, share_interval
 from wsi_fl.learning.local_training import example_losses
 from wsi_fl.oneshot.payload import require_head
 from wsi_fl.oneshot.shared_head import SharedHead
@@ -36,6 +36,8 @@ _Groups = Mapping[str, Sequence[Cohort]]
 _MAX_RECORDS = 4000
 """Maximum number of training records, and of unseen ones, of all sites together."""
 _BATCH_RECORDS = 1000
+_MIN_PATIENTS = 3
+"""Least number of patients at a site for an interval."""
 
 
 def bound_accuracy(epsilon: float, delta: float, n_sites: int) -> float:
@@ -80,7 +82,7 @@ def measure_accuracy(
 
     Returns:
         `n` records; `accuracy`, the mean over sites of the share of right guesses; its 95 % `interval`, which redraws
-            whole patients of each site, None with fewer than two at a site, and where all draws are alike the exact
+            whole patients of each site, None with fewer than three at a site, and where all draws are alike the exact
             binomial one of as many trials as the smallest site has patients; `confusion`, records by true and guessed
             site.
     """
@@ -93,14 +95,14 @@ def measure_accuracy(
         scores, clusters = sums, [np.arange(n) for n in n_patients]
     is_right = [rows.argmax(1) == k for k, rows in enumerate(scores)]
     accuracy, interval = float(np.mean([hits.mean() for hits in is_right])), None
-    if min(n_patients) > 1 and repeats:
+    if min(n_patients) >= _MIN_PATIENTS and repeats:
         rng = np.random.default_rng(0)
         sites = list(zip(is_right, clusters, n_patients, strict=True))
         draws = [
             np.mean([np.average(hits, weights=resample_clusters(rng, cluster, n)) for hits, cluster, n in sites])
             for _ in range(repeats)
         ]
-        low, high = (float(end) for end in np.quantile(draws, INTERVAL_QUANTILES))
+        low, high = percentile_interval(draws, min(n_patients))
         interval = [*share_interval(accuracy, min(n_patients))] if low == high else [low, high]
     confusion = [np.bincount(rows.argmax(1), minlength=len(scores)).tolist() for rows in scores]
     return {"n": sum(map(len, scores)), "accuracy": accuracy, "interval": interval, "confusion": confusion}

@@ -152,8 +152,8 @@ def plot_budget_curves(
             _draw_dashed_line(axes, budget, f"{words} {budget:g}", color)
         axes.set_ylim(0, 1.12 * max([top, *drawn_budgets.values()]))
         format_round_axis(axes, series)
-        limits = "; ".join(f"budget of {site} {b:g}" for site, b in budgets.items()) or "no budget set"
-        return Chart(render_svg(figure, title), f"{title} by round. {_ends_text(series)} {limits}.")
+        limits = "".join(f" Budget of {site} {b:g}." for site, b in budgets.items())
+        return Chart(render_svg(figure, title), f"{title} by round. {_ends_text(series)}{limits}")
 
 
 def plot_bars(rows: Sequence[Bar], title: str, measure: str) -> Chart:

@@ -299,6 +299,11 @@ def format_scientific(value: Any) -> str:
     return power if mantissa == "1" else f"{mantissa} × {power}"
 
 
+def find_departures(summary: Json) -> list[Json]:
+    """Return the losses of sites that dropped out after a round in which they took part; their ε is in no row."""
+    return [loss for loss in summary.get("losses", ()) if loss["round"] > 1]
+
+
 def describe_worst_detection(sites: Sequence[Mapping[str, Any]]) -> str:
     """Return the meaning of ε at the site with the weakest guarantee; "" where a site has none.
 

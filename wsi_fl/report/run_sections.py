@@ -166,10 +166,21 @@ def summarize_privacy(page: Page) -> Json:
         "deltas": sorted({formatting.format_scientific(s.get("delta")) for s in sites_with_epsilon}),
         "units": sorted({s["unit"] for s in sites_with_epsilon if s.get("unit")}),
         "guarantee": weakest,
+        "lost": [
+            (loss["site"], loss["round"], _last_epsilon(page, loss["site"]))
+            for loss in formatting.find_departures(page.summary)
+        ],
+        "has_lifetime": any(s.get("real") for s in sites),
         "without": [s["site"] for s in sites if not is_number(s.get("epsilon"))],
         "groups": [(s["site"], group) for s in sites if (group := page.groups.get(s["site"]))],
         "planted": [f"{s['canaries']} at {s['site']}" for s in sites if s.get("canaries")],
     }
+
+
+def _last_epsilon(page: Page, site: str) -> float | None:
+    """Return the ε of the last round of a site whose part of the run is here."""
+    lines = page.metrics.get(site, ())
+    return lines[-1].get("epsilon") if lines else None
 
 
 def list_runs(page: Page) -> list[Json]:
@@ -287,7 +298,10 @@ def plot_epsilon(page: Page, colors: Mapping[str, str]) -> Chart | None:
     if not series:
         return None
     sites = page.summary.get("sites", ())
-    budgets = {s["site"]: float(s["max_epsilon"]) for s in sites if is_number(s.get("max_epsilon"))}
+    # that of a real site is for all its runs
+    budgets = {
+        s["site"]: float(s["max_epsilon"]) for s in sites if is_number(s.get("max_epsilon")) and not s.get("real")
+    }
     return figures.plot_budget_curves(series, colors, budgets, f"ε spent ({summarize_privacy(page)['guarantee']})")
 
 

@@ -10,7 +10,14 @@ import torch
 
 from wsi_fl import __version__
 from wsi_fl.learning.ensemble import COMMON
-from wsi_fl.report.formatting import SCORES, SHORT_SCORES, Json, describe_worst_detection, format_number
+from wsi_fl.report.formatting import (
+    SCORES,
+    SHORT_SCORES,
+    Json,
+    describe_worst_detection,
+    find_departures,
+    format_number,
+)
 from wsi_fl.report.sections import find_benefit_measure
 from wsi_fl.report.templates import fill_template
 from wsi_fl.runs.run_folder import RunFolder
@@ -140,6 +147,7 @@ def _require_allowed(request: ExportRequest, *, private: bool) -> None:
 def build_card(request: ExportRequest, result: ExportResult, folder: Path) -> Json:
     """Return the card of an exported model as a document."""
     context = request.context
+    departures = find_departures(context.run.require_summary())
     return {
         "name": request.name,
         "role": request.model_name,
@@ -161,7 +169,11 @@ def build_card(request: ExportRequest, result: ExportResult, folder: Path) -> Js
         "examples": context.kind.plural,
         "inputs": asdict(request.spec) | {"encoder": request.facts.get("encoder")},
         **_collect_scores(request),
-        "privacy": {"covered": request.has_guarantee, "sites": _describe_privacy(request)},
+        "privacy": {
+            "covered": request.has_guarantee,
+            "sites": _describe_privacy(request),
+            "lost": [loss for loss in departures if loss["site"] in request.site_names],
+        },
         "license": None,
     }
 
