@@ -408,6 +408,7 @@ def test_exported_features_load_in_clams_training(study, tmp_path):
                 assert torch.equal(features, torch.from_numpy(file["features"][:]))
                 assert np.array_equal(file["coords"][:], store.read_bag(k).xy_l0)
                 assert file["coords"].attrs["patch_size_level0"] == round(128 / store.mpp_l0[k])
+                assert "patch_level" not in file["coords"].attrs  # CLAM would read patch_size pixels of that level
             assert features.dtype == torch.float32 and np.array_equal(features, store.read_bag(k).features)
             assert row["label"] in CLASSES and row["case_id"] == store.table.patient[k]
 

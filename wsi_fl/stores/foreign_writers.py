@@ -60,7 +60,6 @@ def _fill_trident(store: BagStore, file: h5py.File, slide: str, bag: Bag, mpp_l0
             "name": slide,
             "patch_size": spec.size_px,
             "patch_size_level0": round(spec.size_px * spec.mpp / mpp_l0),
-            "patch_level": 0,
             "overlap": spec.size_px - spec.stride_px,
             "level0_magnification": max(1, round(MAGNIFICATION_UM / mpp_l0)),
             "target_magnification": max(1, round(MAGNIFICATION_UM / spec.mpp)),
