@@ -8,6 +8,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import refused
@@ -407,8 +408,23 @@ def test_exported_features_load_in_clams_training(study, tmp_path):
                 assert torch.equal(features, torch.from_numpy(file["features"][:]))
                 assert np.array_equal(file["coords"][:], store.read_bag(k).xy_l0)
                 assert file["coords"].attrs["patch_size_level0"] == round(128 / store.mpp_l0[k])
+                assert "patch_level" not in file["coords"].attrs  # CLAM would read patch_size pixels of that level
             assert features.dtype == torch.float32 and np.array_equal(features, store.read_bag(k).features)
             assert row["label"] in CLASSES and row["case_id"] == store.table.patient[k]
+
+
+def test_exported_features_load_in_stamps_training(study, tmp_path):
+    """STAMP takes names of files with .h5 from its slide table, and one label of each patient from its clini table."""
+    document = export_features(study, site="S0", form="stamp", out=tmp_path / "stamp")
+    tables = [pd.read_csv(document[name], dtype=str).dropna(subset="label") for name in ("table", "clini")]
+    patients = tables[0].set_index("FILENAME", verify_integrity=True)["PATIENT"]
+    assert all((Path(document["features"]) / name).is_file() for name in patients.index)
+    with store_of(study) as store:
+        assert patients.tolist() == store.table.patient.tolist()
+        slides = pd.Series(np.array(CLASSES)[store.table.label]).groupby(store.table.patient.astype(str))
+    truth = {patient: labels.iloc[0] for patient, labels in slides if labels.nunique() == 1}
+    assert tables[1].set_index("PATIENT", verify_integrity=True)["label"].to_dict() == truth
+    assert document["unlabelled"] == len(slides) - len(truth)
 
 
 def test_patches_of_other_tools_are_shown_where_they_were_cut(study, tmp_path):

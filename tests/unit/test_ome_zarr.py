@@ -120,6 +120,16 @@ def test_optional_metadata_of_a_zarr_may_be_empty(picture, tmp_path, how):
         assert slide.mpp == MPP
 
 
+@pytest.mark.parametrize("name", ["s", "channel"])
+def test_channels_are_known_by_the_type_of_their_axis(picture, tmp_path, name):
+    # large_image calls them s, names them by number and colours them white
+    channels = [{"label": f"Band {k}", "color": "FFFFFF"} for k in (1, 2, 3)]
+    path = ome_zarr("0.5", "yxc", omero={"channels": channels})(tmp_path, picture)
+    with Slide(rewrite(path, lambda said: said["multiscales"][0]["axes"][2].update(name=name))) as slide:
+        assert slide.mpp == MPP
+        np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
+
+
 @pytest.mark.parametrize("unit", ["\u00b5m", "\u03bcm", "um", "micron", "Microns", "micrometre"])
 def test_a_micrometre_has_many_spellings(picture, tmp_path, unit):
     said = {"axes": "YXS", **{f"PhysicalSize{axis}": MPP for axis in "XY"}}

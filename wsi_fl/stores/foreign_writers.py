@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import numpy as np
 from wsi_fl.stores.bag_store import Bag, BagStore
 from wsi_fl.stores.foreign_slides import MAGNIFICATION_UM
 from wsi_fl.stores.hdf5 import create_hdf5
-from wsi_fl.system.files import atomic_path, write_text
+from wsi_fl.system.files import atomic_path, write_csv
 from wsi_fl.types import WsiFlError
 
 TRIDENT_PREFIX = "features_"
@@ -62,7 +60,6 @@ def _fill_trident(store: BagStore, file: h5py.File, slide: str, bag: Bag, mpp_l0
             "name": slide,
             "patch_size": spec.size_px,
             "patch_size_level0": round(spec.size_px * spec.mpp / mpp_l0),
-            "patch_level": 0,
             "overlap": spec.size_px - spec.stride_px,
             "level0_magnification": max(1, round(MAGNIFICATION_UM / mpp_l0)),
             "target_magnification": max(1, round(MAGNIFICATION_UM / spec.mpp)),
@@ -123,12 +120,32 @@ def write_stamp(store: BagStore, folder: Path) -> list[Path]:
     return _write_slides(store, folder / _format_encoder_folder(store), fill_file)
 
 
-def write_labels(store: BagStore, path: Path) -> None:
-    """Write the table of a store's slides: case_id, slide_id and label as in CLAM, and other columns."""
-    lines, columns = io.StringIO(newline=""), store.table
-    table = csv.writer(lines, lineterminator="\n")
-    table.writerow(("case_id", "slide_id", "label", "tumor_type", "split", "mpp"))
-    labels = np.array(store.meta.classes)[columns.label]
-    text_columns = (columns.patient, columns.slide, labels, columns.tumor_type, columns.split)
-    table.writerows(zip(*text_columns, map(repr, _require_mpp(store)), strict=True))
-    write_text(path, lines.getvalue())
+def write_labels(store: BagStore, path: Path, *, is_stamp: bool = False) -> None:
+    """Write the table of a store's slides: case_id, slide_id and label as in CLAM, and other columns.
+
+    Args:
+        is_stamp: whether it is STAMP's slide table, with PATIENT and FILENAME instead.
+    """
+    columns, suffix = store.table, ".h5" if is_stamp else ""
+    heading = ("PATIENT", "FILENAME") if is_stamp else ("case_id", "slide_id")
+    slides = [f"{slide}{suffix}" for slide in columns.slide]
+    values = (columns.patient, slides, _list_labels(store), columns.tumor_type, columns.split)
+    rows = zip(*values, map(repr, _require_mpp(store)), strict=True)
+    write_csv(path, [(*heading, "label", "tumor_type", "split", "mpp"), *rows])
+
+
+def write_clini(store: BagStore, path: Path) -> int:
+    """Write STAMP's clini table, PATIENT and label; return the number of patients without a label there.
+
+    STAMP has one label for a patient; it leaves out patients without, as those whose slides have several.
+    """
+    labels: dict[str, set[str]] = {}
+    for patient, label in zip(store.table.patient, _list_labels(store), strict=True):
+        labels.setdefault(str(patient), set()).add(label)
+    rows = [(patient, *(names if len(names) == 1 else [""])) for patient, names in labels.items()]
+    write_csv(path, [("PATIENT", "label"), *rows])
+    return sum(len(names) > 1 for names in labels.values())
+
+
+def _list_labels(store: BagStore) -> list[str]:
+    return [store.meta.classes[label] for label in store.table.label]

@@ -27,7 +27,7 @@ from wsi_fl.stages.site.site_data import open_bags
 from wsi_fl.stores.bag_store import Bag, BagMeta, hash_features, write_bags
 from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.stores.foreign_slides import FeatureLayout, FileFacts
-from wsi_fl.stores.foreign_writers import write_clam, write_labels
+from wsi_fl.stores.foreign_writers import write_clam, write_clini, write_labels
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site_file import SiteFile
@@ -380,7 +380,10 @@ def _reread_bags(
 
 
 class _ExportDocument(TypedDict):
-    """The document of `export --site`: number of bags, and the paths of the folder, its features and its table."""
+    """The document of `export --site`: number of bags, and the paths of the folder, its features and its table.
+
+    For STAMP `clini` is the table of patients, and `unlabelled` the number of them without a label in it.
+    """
 
     site: str
     format: str
@@ -388,6 +391,8 @@ class _ExportDocument(TypedDict):
     out: str
     features: str
     table: str
+    clini: str | None
+    unlabelled: int
     pt: bool
 
 
@@ -411,10 +416,11 @@ def export_features(
     study.load_site(site)
     folder = out or study.root / "exports" / form / site
     write = partial(write_clam, tensors=True) if tensors else writers[form]
-    table = folder / f"{site}.csv"
+    table, clini = folder / f"{site}.csv", folder / f"{site}_clini.csv"
     with open_bags(study, site, "mosaics") as store:
         files = write(store, folder)
-        write_labels(store, table)
+        write_labels(store, table, is_stamp=form == "stamp")
+        n_unlabelled = write_clini(store, clini) if form == "stamp" else 0
     return {
         "site": site,
         "format": form,
@@ -422,12 +428,18 @@ def export_features(
         "out": study.relative_path(folder),
         "features": study.relative_path(files[0].parent),
         "table": study.relative_path(table),
+        "clini": study.relative_path(clini) if form == "stamp" else None,
+        "unlabelled": n_unlabelled,
         "pt": tensors,
     }
 
 
 def render_feature_export(document: _ExportDocument) -> Lines:
-    """Yield the places of the files, and a hint for CLAM."""
+    """Yield the places of the files, and hints for CLAM and STAMP."""
     yield TextLine(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
     if document["format"] == "clam" and not document["pt"]:
         yield TextLine("  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set")
+    if document["clini"]:
+        yield TextLine(f"  STAMP's slide_table is {document['table']}, its clini_table {document['clini']}")
+    if n := document["unlabelled"]:
+        yield TextLine(f"  without a label there, as their slides have several: {n} patients, whom STAMP leaves out")

@@ -92,7 +92,7 @@ def _iterate_images(path: Path, group: Any) -> Iterator[_MultiscaleImage]:
         return
     for multiscale in metadata.get("multiscales") or ():
         axis_list = _read_axes(path, multiscale, metadata)
-        axes = "".join(axis["name"] for axis in axis_list)
+        axes = "".join(map(_axis_letter, axis_list))
         pairs = [(group[dataset["path"]], dataset) for dataset in multiscale["datasets"]]
         pairs.sort(key=lambda pair: -int(np.prod(pair[0].shape, dtype=np.int64)))
         ordered = {**multiscale, "axes": axis_list, "datasets": [dataset for _, dataset in pairs]}
@@ -112,6 +112,13 @@ def _read_axes(path: Path, multiscale: Mapping[str, Any], group: Mapping[str, An
             f"{path.name}: this is OME-Zarr {version}; {_READABLE_VERSIONS}, so write it anew by a later version"
         )
     return list(axes)
+
+
+def _axis_letter(axis: Mapping[str, Any]) -> str:
+    """Return the letter of an axis: c of channels, whose name is free (large_image calls them s), else its name."""
+    if axis.get("type") == "channel":
+        return "c"
+    return axis["name"] if len(axis["name"]) == 1 else "?"
 
 
 def _list_series(root: Any) -> list[str]:

@@ -35,8 +35,6 @@ _UNIT_UM = {
 _MAX_CHANNELS = 3
 _GRAY = 1
 """Number of the tag PhotometricInterpretation."""
-_UNSET_COLOR = "FFFFFF"
-"""A channel's colour in OME-XML by default."""
 
 
 def find_unit_um(unit: str | None) -> float | None:
@@ -132,7 +130,7 @@ def _read_channels(tif: TiffFile) -> tuple[list[str], list[str]]:
     pixels = _find_pixels_element(tif)
     channels = [element for element in pixels if _tag_name(element) == "Channel"] if pixels is not None else []
     colors = [f"{int(channel.get('Color') or -1) & 0xFFFFFFFF:08X}"[:6] for channel in channels]
-    return [channel.get("Name") or "" for channel in channels], [c if c != _UNSET_COLOR else "" for c in colors]
+    return [channel.get("Name") or "" for channel in channels], colors
 
 
 def _is_in_planes(tif: TiffFile, series: TiffPageSeries) -> bool:

@@ -25,6 +25,8 @@ _FindGaps = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.bool_]]
 """As `_ReadLevel` → bool[height, width]."""
 Rgb = tuple[int, int, int]
 _PRIMARIES = ("FF0000", "00FF00", "0000FF")
+_UNSET_COLORS = ("", "FFFFFF")
+"""White is a channel's colour in OME-XML by default, and in Zarrs of large_image."""
 _PRIMARY_NAMES = (("red", "green", "blue"), ("r", "g", "b"))
 
 
@@ -141,7 +143,7 @@ def is_red_green_blue(names: Sequence[str], colors: Sequence[str]) -> bool:
 
     Args:
         names: such as "Red" or "DAPI"; names that differ only by a number are neutral.
-        colors: six hexadecimal digits each.
+        colors: six hexadecimal digits each; white is unknown.
 
     Example:
         >>> is_red_green_blue(["Channel 0", "Channel 1", "Channel 2"], ["", "", ""])
@@ -151,7 +153,7 @@ def is_red_green_blue(names: Sequence[str], colors: Sequence[str]) -> bool:
     """
     plain = tuple(name.strip().lower() for name in names)
     is_neutral = len({name.strip("0123456789 _:-#") for name in plain}) <= 1
-    is_colored = all(not color or color == primary for color, primary in zip(colors, _PRIMARIES, strict=False))
+    is_colored = all(color in (*_UNSET_COLORS, primary) for color, primary in zip(colors, _PRIMARIES, strict=False))
     return is_colored and (is_neutral or plain in _PRIMARY_NAMES)
 
 
