@@ -297,8 +297,13 @@ def slow_intervals(scored_rows, cluster, exact=lambda *_: None, *, repeats, seed
     ]
     known = {name: [one[name] for one in drawn if one[name] is not None] for name in drawn[0]}
 
+    from scipy.stats import norm, t
+
+    n = len(names)
+    tail = norm.cdf(t(n - 1).ppf(0.025) * np.sqrt(n / (n - 1)))  # of n patients, which vary more than draws of them
+
     def ends(name, values):
-        low, high = np.quantile(values, [(1 - 0.95) / 2, (1 + 0.95) / 2]).tolist()
+        low, high = np.quantile(values, [tail, 1 - tail]).tolist()
         return exact(name, low) if low == high else [low, high]
 
     return {name: ends(name, values) if len(values) > repeats / 2 else None for name, values in known.items()}

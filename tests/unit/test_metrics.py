@@ -8,7 +8,7 @@ import torch
 from conftest import slow_intervals
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import beta, binomtest, rankdata
+from scipy.stats import beta, binom, binomtest, rankdata
 from sklearn.metrics import balanced_accuracy_score, brier_score_loss, roc_auc_score
 
 from wsi_fl.data.metrics import (
@@ -111,6 +111,17 @@ def test_intervals_contain_the_estimate_and_are_wide_where_patients_differ():
         assert points["accuracy"] == pytest.approx(0.7)
     assert width[True] == pytest.approx(2 * 1.96 * (0.7 * 0.3 / 20) ** 0.5, rel=0.25)
     assert width[True] > 2 * width[False]
+
+
+def test_intervals_of_twelve_patients_hold_the_truth_nineteen_times_in_twenty():
+    rng, n_repeats, n = np.random.default_rng(0), 400, 12
+    y, names = np.tile([0, 1], n // 2), np.arange(n).astype(str)
+    n_covered = 0
+    for _ in range(n_repeats):
+        score = np.where(rng.random(n) < 0.7, y, 1 - y) * 0.6 + 0.2
+        low, high = score_intervals(np.stack([1 - score, score], 1), y, names, repeats=300)["accuracy"]
+        n_covered += low <= 0.7 <= high
+    assert n_covered >= binom.ppf(1e-3, n_repeats, 0.95)
 
 
 def test_intervals_repeat_with_their_seed_and_need_two_patients():

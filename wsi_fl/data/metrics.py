@@ -230,7 +230,7 @@ def resample_clusters(rng: np.random.Generator, clusters: NDArray[np.int64], n: 
     return np.bincount(rng.integers(n, size=n), minlength=n).astype(np.int32)[clusters]
 
 
-def percentile_interval(draws: Sequence[float], n: int) -> tuple[float, float]:
+def percentile_interval(draws: Sequence[float] | NDArray[np.float64], n: int) -> tuple[float, float]:
     """Return the 95 % interval of bootstrap draws from n clusters, with percentiles further out where these are few.
 
     Draws from n clusters vary too little, by √((n − 1) / n), and the normal distribution is too narrow where that is
@@ -260,7 +260,7 @@ _ExactInterval = Callable[[str, float], list[float] | None]
 def bootstrap_intervals(
     measure: Measure, scores: Sequence[str], cluster: NDArray[np.str_], exact: _ExactInterval, *, repeats: int
 ) -> dict[str, list[float] | None]:
-    """Return 95 % percentile intervals of scores from a bootstrap over clusters (patients).
+    """Return 95 % intervals of scores from a bootstrap over clusters (patients), as `percentile_interval` does.
 
     None for fewer than two clusters, or where most resamples have no score, as when a class is missing. Where every
     resample has the same score, the interval is the exact one: six of six correct do not prove a perfect model.
@@ -288,7 +288,7 @@ def bootstrap_intervals(
         if len(values) <= repeats / 2:
             intervals[name] = None
             continue
-        low, high = (float(end) for end in np.quantile(values, INTERVAL_QUANTILES))
+        low, high = percentile_interval(values, len(names))
         intervals[name] = exact(name, low) if low == high else [low, high]
     return intervals
 
