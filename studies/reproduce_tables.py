@@ -27,6 +27,8 @@ from reproduce import (
 )
 from scipy.stats import t
 
+from wsi_fl.privacy.guarantee import MAX_PROTECTIVE_EPSILON
+
 MIN_SEEDS = 3
 """Fewer pairs of seeds show nothing."""
 HEADS = ("private model", "95 % interval", "macro", "proxy", "ε", "seeds")
@@ -113,7 +115,8 @@ def render_line(rows: Sequence[Row], trial: Trial, label: str) -> list[str]:
     low, high = max(mean.mean - mean.half, 0.0), min(mean.mean + mean.half, 1.0)
     interval = f"{low:.3f} to {high:.3f}" if len(mine) > 1 else "–"
     epsilon = max(float(row.epsilon) for row in mine)
-    cost = f"{epsilon:.1f} ({mine[0].guarantee})" if epsilon else "–"
+    no_cost = "–" if NO_DP in trial.settings else f"over {MAX_PROTECTIVE_EPSILON:.0f}"
+    cost = f"{epsilon:.1f} ({mine[0].guarantee})" if epsilon else no_cost
     cells = [spread(mine, column) for column in ("accuracy", "macro_accuracy", "proxy_accuracy")]
     return [label, cells[0], interval, *cells[1:], cost, str(len(mine))]
 
