@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,8 @@ def test_claims_compare_pairs_of_seeds_and_say_what_was_not_shown():
     ours, theirs = (0.7, 0.8, 0.9), (0.6, 0.75, 0.7)
     rows = [make_row("proxyfl", seed, f"{a - 0.1} {a + 0.1}") for seed, a in enumerate(ours)]
     rows += [make_row("fml", seed, str(a)) for seed, a in enumerate(theirs)]
-    rows += [make_row("regular", seed, "0.3 0.3", macro_accuracy="0.2 0.4") for seed in (0, 1)]
+    for settings, seed in product(("", reproduce.NO_DP), (0, 1)):
+        rows.append(make_row("regular", seed, "0.3 0.3", settings, macro_accuracy="0.2 0.4"))
     rows.append(make_row("joint", 0, "0.99", rounds=10))  # of another size
     claims = {claim.text: claim.cells[2:] for claim in reproduce_tables.list_claims(rows)}
     interval = ttest_rel(ours, theirs).confidence_interval(0.95)
@@ -90,8 +92,9 @@ def test_claims_compare_pairs_of_seeds_and_say_what_was_not_shown():
     assert claims["MNIST: Joint is ahead of ProxyFL"] == ["–", "0", "not measured"]
     for values, verdict in (((0.1, 0.11, 0.12), "holds"), ((-0.1, -0.11, -0.12), "does not hold")):
         assert reproduce_tables.Difference(values).verdict == verdict
-    line = reproduce_tables.render_line(rows, reproduce.Trial("regular"), "Regular")
-    assert line == ["Regular", "0.300 ± 0.000", "0.300 to 0.300", "0.300 ± 0.100", "–", "–", "2"]
+    for settings, cost in (((), "over 100"), ((reproduce.NO_DP,), "–")):
+        line = reproduce_tables.render_line(rows, reproduce.Trial("regular", settings), "Regular")
+        assert line == ["Regular", "0.300 ± 0.000", "0.300 to 0.300", "0.300 ± 0.100", "–", cost, "2"]
 
 
 def test_what_has_a_line_is_not_trained_again():
