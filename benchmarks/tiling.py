@@ -1,12 +1,14 @@
 """Tiling against what most scripts do and against the decoder's limit, on big painted slides, in one run.
 
-python benchmarks/tiling.py [--tile-px 256 512 240] [--codecs jpeg jpeg2000 deflate] [--patches 400] [--peers] [--json]
+python benchmarks/tiling.py [--tile-px 256 512 240] [--codecs jpeg jpeg2000 deflate] [--patches 400] [--peers] \
+    [--before TREE] [--json]
 
 Four things are timed on the same patches: a plain OpenSlide + PIL loop that writes HDF5, the decoder alone on the
 native tiles under them, `read_patches`, and `wsi-fl tile` as a process of its own. The latter's time per further slide
 is that of the slides beyond four, as two are read at once and what a start costs is left out. With --peers, other
 readers that are installed (pyvips, fastslide, slideio, cucim) read the patches in as many threads, each with a handle
-of its own, and write nothing. All are patches/s.
+of its own, and write nothing. All are patches/s. With --before TREE, `tile` of another checkout takes turns with this
+one.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ from wsi_fl.slides.patching.slide_plan import plan_slide
 from wsi_fl.slides.patching.splits import sample_rows
 from wsi_fl.slides.reading.native_tiles import read_tiled_images
 from wsi_fl.slides.reading.patch_reader import read_patches
-from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.types import GridSpec, SlideRecord
 
 MPP, POLL_S = 0.25, 0.02
 BLOCK_PX = 2048
 FEW_SLIDES, MANY_SLIDES = 4, 16
+HERE = Path(__file__).resolve().parents[1]
 DICOM_LEVELS = {"dicom": None, "dicom-one-level": 1}
 """Slides of DICOM files with JPEG frames, and how many levels they have; None for all."""
 
@@ -184,8 +186,24 @@ def seconds(tasks: Sequence[Callable[[], None]], repeats: int) -> list[float]:
     return [median(some) for some in taken]
 
 
-def study_of(folder: Path, slide: Path, n_slides: int) -> Path:
-    """A study of one site whose slides are one file under several names."""
+def run_command(tree: Path, folder: Path, *words: str) -> tuple[str, float, float]:
+    """(standard output, seconds, peak resident MB) of a command of the `wsi_fl` in `tree`."""
+    command = [sys.executable, "-m", "wsi_fl", *words]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
+        began = time.perf_counter()
+        environment = os.environ | {"PYTHONPATH": str(tree)}
+        process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=said, env=environment)
+        peak_mb = follow_memory(process)
+        taken = time.perf_counter() - began
+        for file in (out, said):
+            file.seek(0)
+        if process.returncode:
+            raise SystemExit(f"wsi-fl {words[0]} failed: {said.read().decode().strip()}")
+        return out.read().decode(), taken, peak_mb
+
+
+def study_of(tree: Path, folder: Path, slide: Path, n_slides: int) -> Path:
+    """A study of one site whose slides are one file under several names, made by the `wsi_fl` in `tree`."""
     (folder / "archive" / "slides").mkdir(parents=True)
     with (folder / "archive" / "slides.csv").open("w", newline="") as file:
         table = csv.writer(file)
@@ -197,7 +215,7 @@ def study_of(folder: Path, slide: Path, n_slides: int) -> Path:
             else:
                 copy.hardlink_to(slide)
             table.writerow((copy.name, f"patient_{k}", "A", "normal"))
-    init_study(folder / "study", archive=folder / "archive")
+    run_command(tree, folder, "init", "study", "--from", "archive")
     return folder / "study"
 
 
@@ -212,7 +230,7 @@ def follow_memory(process: subprocess.Popen[bytes]) -> float:
     return peak_kb / 1024
 
 
-def run_tile(study: Path, work: Work, pixels: str) -> tuple[float, float, int]:
+def run_tile(tree: Path, study: Path, work: Work, pixels: str) -> tuple[float, float, int]:
     """(seconds, peak resident MB, patches) of a `tile` process."""
     settings = {
         "tile.size_px": work.spec.size_px,
@@ -222,39 +240,32 @@ def run_tile(study: Path, work: Work, pixels: str) -> tuple[float, float, int]:
         "tile.balance": "false",
         "store.pixels": pixels,
     }
-    command = [sys.executable, "-m", "wsi_fl", "tile", "--all", "--json"]
-    command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
-        began = time.perf_counter()
-        process = subprocess.Popen(command, cwd=study, stdout=out, stderr=said)
-        peak_mb = follow_memory(process)
-        taken = time.perf_counter() - began
-        if process.returncode:
-            said.seek(0)
-            raise SystemExit(f"wsi-fl tile failed: {said.read().decode().strip()}")
-        out.seek(0)
-        (site,) = json.load(out)["sites"]
+    pipelines = "".join(path.read_text() for path in study.glob("pipelines/*.toml"))
+    known = [key for key in settings if key.partition(".")[2] in pipelines]  # other checkouts have fewer settings
+    words = [part for key in known for part in ("--set", f"{key}={settings[key]}")]
+    out, taken, peak_mb = run_command(tree, study, "tile", "--all", "--json", *words)
+    (site,) = json.loads(out)["sites"]
     if site["failed"]:
         raise SystemExit(f"wsi-fl tile set slides aside: {site['failed']}")
     return taken, peak_mb, site["patches"]
 
 
-def end_to_end(folder: Path, work: Work, pixels: str, repeats: int) -> dict[str, float]:
-    """Seconds per further slide, those of a process for few slides, and the highest peak."""
-    further, started, peaks = [], [], []
-    for _ in range(repeats):
-        taken = []
-        for n_slides in (FEW_SLIDES, MANY_SLIDES):
-            with tempfile.TemporaryDirectory(dir=folder) as place:
-                study = study_of(Path(place), work.record.path, n_slides)
-                seconds_taken, peak, n_patches = run_tile(study, work, pixels)
-            if n_patches != n_slides * len(work.xy_l0):
-                raise SystemExit(f"unequal slides: {n_patches} patches of {n_slides}")
-            taken.append(seconds_taken)
-            peaks.append(peak)
-        further.append((taken[1] - taken[0]) / (MANY_SLIDES - FEW_SLIDES))
-        started.append(taken[0])
-    return {"further_s": median(further), "few_slides_s": median(started), "peak_mb": max(peaks)}
+def end_to_end(tree: Path, folder: Path, work: Work, pixels: str) -> dict[str, float]:
+    """Seconds per further slide, those of a process for few slides, and the higher peak."""
+    taken, peaks = [], []
+    for n_slides in (FEW_SLIDES, MANY_SLIDES):
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            study = study_of(tree, Path(place), work.record.path, n_slides)
+            seconds_taken, peak_mb, n_patches = run_tile(tree, study, work, pixels)
+        if n_patches != n_slides * len(work.xy_l0):
+            raise SystemExit(f"unequal slides: {n_patches} patches of {n_slides}")
+        taken.append(seconds_taken)
+        peaks.append(peak_mb)
+    return {
+        "further_s": (taken[1] - taken[0]) / (MANY_SLIDES - FEW_SLIDES),
+        "few_slides_s": taken[0],
+        "peak_mb": max(peaks),
+    }
 
 
 def measure(
@@ -283,22 +294,29 @@ def measure(
     hdf5.unlink()
     row: dict[str, Any] = {"codec": codec, "tile_px": tile_px, "patches": n, "threads": work.threads, "plain": n / base}
     row |= {"decoder": n / limit, "reading": n / read, "reading_of_decoder": limit / read}
-    row["peers"] = {name: n / taken for name, taken in zip(peers, others, strict=True)}
+    row |= {"peers": {name: n / taken for name, taken in zip(peers, others, strict=True)}, "tile": {}}
     for pixels in args.pixels:
         if pixels == "native" and (codec not in ("jpeg", *DICOM_LEVELS) or tile_px != args.size_px):
             continue
-        outcome = end_to_end(folder, work, pixels, args.repeats)
-        row[pixels] = {
-            "patches_per_s": n / outcome["further_s"],
-            "of_plain": base / outcome["further_s"],
-            "few_slides_s": outcome["few_slides_s"],
-            "peak_mb": outcome["peak_mb"],
-        }
+        trees = {pixels: HERE} | ({f"{pixels} before": args.before} if args.before else {})
+        turns: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+        for _ in range(args.repeats):
+            for name, tree in trees.items():
+                turns[name].append(end_to_end(tree, folder, work, pixels))
+        for name, outcomes in turns.items():
+            further = [outcome["further_s"] for outcome in outcomes]
+            row["tile"][name] = {
+                "patches_per_s": n / median(further),
+                "of_plain": base / median(further),
+                "of_plain_spread": (base / max(further), base / min(further)),
+                "few_slides_s": median(outcome["few_slides_s"] for outcome in outcomes),
+                "peak_mb": max(outcome["peak_mb"] for outcome in outcomes),
+            }
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     return row
 
 
-def shown(row: dict[str, Any], pixels: Sequence[str]) -> str:
+def shown(row: dict[str, Any]) -> str:
     """A row as lines of text."""
     lines = [f"{row['codec']}, {row['tile_px']}-px tiles, {row['patches']} patches, {row['threads']} threads"]
     lines.append(f"  openslide + PIL -> HDF5      {row['plain']:8.0f} patches/s")
@@ -307,10 +325,9 @@ def shown(row: dict[str, Any], pixels: Sequence[str]) -> str:
     ratio = row["reading_of_decoder"]
     lines.append(f"  reading alone                {row['reading']:8.0f} patches/s   {ratio:5.2f} of the limit")
     lines += [
-        f"  tile, {name:<8} end to end    {row[name]['patches_per_s']:8.0f} patches/s   "
-        f"{row[name]['of_plain']:5.2f} x plain   peak {row[name]['peak_mb']:.0f} MB"
-        for name in pixels
-        if name in row
+        f"  tile, {name:<13} further slide {tile['patches_per_s']:5.0f} patches/s   {tile['of_plain']:5.2f} x plain"
+        f" ({tile['of_plain_spread'][0]:.2f} to {tile['of_plain_spread'][1]:.2f})   peak {tile['peak_mb']:.0f} MB"
+        for name, tile in row["tile"].items()
     ]
     return "\n".join(lines)
 
@@ -327,6 +344,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="for slides and stores, which take gigabytes")
     parser.add_argument("--peers", action="store_true", help="time other readers that are installed, too")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="time `tile` of this checkout, too")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser.parse_args()
 
@@ -338,7 +356,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for codec, tile_px in product(args.codecs, args.tile_px):
             rows.append(measure(Path(folder), block, codec, tile_px, args))
-            print(shown(rows[-1], args.pixels), file=sys.stderr if args.json else sys.stdout, flush=True)
+            print(shown(rows[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
     if args.json:
         print(json.dumps({"slide_px": args.slide_px, "size_px": args.size_px, "rows": rows}))
 

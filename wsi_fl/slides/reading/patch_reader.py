@@ -194,7 +194,8 @@ class _Sweep:
         with self._allocation_lock:
             if strip.pixels is None:
                 size = self._spec.size_px
-                strip.pixels = _STRIP_BUFFERS.empty((len(strip.corners), size, size, 3), np.uint8)
+                memory = _STRIP_BUFFERS.empty((self._step, size, size, 3), np.uint8)  # of one size, so it is reused
+                strip.pixels = memory[: len(strip.corners)]
                 if self._level is not None and strip.is_over_edge.any():
                     strip.pixels[strip.is_over_edge] = self._level.background
             return strip.pixels

@@ -266,6 +266,7 @@ def list_pages(tif: TiffFile) -> list[TiffPage]:
 
     pages: list[TiffPage] = []
     offsets: set[int] = set()
+    tif.pages.cache = True  # a page is read once, however often its file is asked
     for page in tif.pages:
         if page.offset in offsets:
             raise WsiFlError(f"{tif.filename}: its list of directories is damaged")
