@@ -54,6 +54,19 @@ def test_partition_names_method_and_pipeline(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("data/mnist_70k.npz", "next: wsi-fl train --method proxyfl --pipeline mnist"),
+        ("/usr/share/datasets/fashion-mnist", "next: wsi-fl train --method proxyfl --pipeline fashion_mnist"),
+        ("other.npz", "--pipeline NAME (fashion_mnist, mnist, mnist_heterogeneous, …)"),
+    ],
+)
+def test_partition_proposes_the_pipeline_of_its_images(tmp_path, source, expected):
+    study = study_of(tmp_path, "camelyon17", "fashion_mnist", "mnist", "mnist_heterogeneous")
+    assert partition_hint(study, Path(source)).text.endswith(expected)
+
+
+@pytest.mark.parametrize(
     ("names", "words"), [((), "--pipeline NAME"), (("a",), "--method proxyfl"), (("a", "b"), "--pipeline NAME (a, b")]
 )
 def test_partition_proposes_the_default_method_without_a_single_described_pipeline(tmp_path, names, words):

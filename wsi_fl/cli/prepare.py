@@ -274,4 +274,4 @@ def divide_images(
         prefix=prefix,
         balance_test=balance_test,
     )
-    print_document(document, as_json, lambda document: [*render_partition_lines(document), partition_hint(study)])
+    print_document(document, as_json, lambda document: [*render_partition_lines(document), partition_hint(study, data)])

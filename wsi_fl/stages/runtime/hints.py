@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 
 from wsi_fl.federation.methods import DEFAULT_METHOD
 from wsi_fl.stages.runtime.console import TextLine
@@ -12,6 +13,7 @@ from wsi_fl.study.folder import Study
 
 _METHOD = re.compile(r"\bwsi-fl train --method ([\w-]+)")
 _PIPELINE_OPTION = re.compile(r"--pipeline \S+")
+_PARTITION = re.compile(r"\bwsi-fl partition (\S+)")
 _MAX_NAMED_PIPELINES = 3
 _SPENDING_COMMAND = "wsi-fl statistics "
 _SPENDING_NOTE = "`statistics` spends ε of the budget, once; `wsi-fl train --method oneshot --dry-run` says how much"
@@ -76,16 +78,29 @@ def join_commands(commands: Sequence[str]) -> str:
     return " && ".join(commands) + note
 
 
-def partition_hint(study: Study) -> TextLine:
-    """Return the line that follows a partition: the commands of the study's only pipeline, as its file begins."""
-    names = study.pipeline_names()
-    if len(names) != 1:
-        note = f" ({', '.join(names[:_MAX_NAMED_PIPELINES])}, …)" if names else ""
+def partition_hint(study: Study, source: Path | None = None) -> TextLine:
+    """Return the line that follows a partition: the commands of a pipeline, as its file begins.
+
+    Args:
+        source: the images' file or folder. Of several pipelines it selects the first whose own images have its name.
+    """
+    headers = {name: study.read_header(name).removeprefix("#").strip() for name in study.pipeline_names()}
+    name_of_images = source.name if source else ""
+    made_for = [name for name, header in headers.items() if _partitioned_images(header) == name_of_images != ""]
+    if len(headers) != 1 and not made_for:
+        candidates = [name for name, header in headers.items() if _partitioned_images(header)] or list(headers)
+        note = f" ({', '.join(candidates[:_MAX_NAMED_PIPELINES])}, …)" if candidates else ""
         return TextLine(f"stores ready; next: {next_command(f'train --method {DEFAULT_METHOD}', 'NAME')}{note}")
-    header = study.read_header(names[0]).removeprefix("#").strip()
+    name = (made_for or list(headers))[0]
     commands = [
-        _PIPELINE_OPTION.sub(f"--pipeline {shlex.quote(names[0])}", command)
-        for command in header.split(" && ")
+        _PIPELINE_OPTION.sub(f"--pipeline {shlex.quote(name)}", command)
+        for command in headers[name].split(" && ")
         if command.startswith("wsi-fl ") and _PIPELINE_OPTION.search(command)
     ]
     return TextLine(f"stores ready; next: {' && '.join(commands) or next_command(f'train --method {DEFAULT_METHOD}')}")
+
+
+def _partitioned_images(header: str) -> str:
+    """Return the name of the images that a pipeline's first line divides; "" for none."""
+    match = _PARTITION.search(header)
+    return PurePosixPath(match[1]).name if match else ""
