@@ -16,10 +16,11 @@ from wsi_fl.oneshot.class_means import ClassMean, show_class_means, unpack_class
 from wsi_fl.oneshot.projection import random_projection
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.oneshot.released_statistics import read_statistics
+from wsi_fl.stages.site import encoders
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.types import WsiFlError
 
-SETTINGS = [*HEADS, "privacy.sigma=0.3"]
+SETTINGS = [*HEADS, "privacy.sigma=0.3", "features.encoder=tiny"]
 SIZES = (12, 48)
 PUBLIC = {"size_px": 8, "mpp": 0.5}  # as `write_features` has it
 PLANTED = [2, 17]
@@ -32,7 +33,7 @@ def encode(pixels):
 
 
 def replace_encoder(monkeypatch, label="tiny sha256:0", encode=encode):
-    monkeypatch.setattr(module, "load_encoder", lambda *_: SimpleNamespace(label=label))
+    monkeypatch.setattr(encoders, "load_encoder", lambda *_: SimpleNamespace(label=label))
     monkeypatch.setattr(module, "encode_batches", lambda batches, _: encode(next(batches)))
 
 
@@ -168,6 +169,8 @@ def test_sources_that_are_not_public_and_what_does_not_match_are_refused(study, 
     refused(lambda: show(study, sources=[study.features_path("S0")]), "features.h5", error=WsiFlError)
     replace_encoder(monkeypatch, "other sha256:1")
     refused(lambda: show(study), "features.encoder: other sha256:1", "tiny sha256:0")
+    monkeypatch.setattr(encoders, "load_encoder", None)  # no weights are sought for another name
+    refused(lambda: show(study, "features.encoder=uni"), "features.encoder: uni, but site S0", "tiny sha256:0")
 
 
 def test_the_command_prints_one_document(study, wsi_fl):

@@ -39,14 +39,13 @@ from wsi_fl.report.inline_pictures import encode_patch
 from wsi_fl.report.templates import fill_template
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
-from wsi_fl.stages.site.encoders import load_encoder
+from wsi_fl.stages.site.encoders import load_same_encoder
 from wsi_fl.stages.site.public_sources import SourceCheck, sample_indices
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import write_text
-from wsi_fl.system.machine import n_cores
-from wsi_fl.types import UsageError, WsiFlError, encoder_differences
+from wsi_fl.types import UsageError, WsiFlError
 
 _N_PATCHES, _N_DRAWS = 6, 3
 """Patches shown for a mean, and means with other noise."""
@@ -231,12 +230,7 @@ class _PatchSearch:
     ) -> None:
         self.study, self.pipeline, self.header, self.projection = study, pipeline, header, projection
         self.means, self.nearest = _normalize_lengths(means), [list[PublicPatch]() for _ in means]
-        self.encoder = load_encoder(study, pipeline, "features", n_cores())
-        if any(encoder_differences([header.encoder, self.encoder.label])):
-            raise UsageError(
-                f"features.encoder: {self.encoder.label}, but the statistics of site {header.site} are of "
-                f"{header.encoder}; take the same encoder and weights"
-            )
+        self.encoder = load_same_encoder(study, pipeline, {f"site {header.site}": header.encoder})
 
     def search_source(self, path: Path, mpp: float | None) -> tuple[str, int]:
         """Search a source; return its name and its number of patches."""
