@@ -67,7 +67,7 @@ def load_encoder(
 
 
 def load_same_encoder(study: Study, pipeline: Pipeline, labels: Mapping[str, str]) -> Encoder:
-    """Load the encoder of `[features]`; one of another name than existing features is refused before weights are sought.
+    """Load the encoder of `[features]`; one of another name than that of features here is refused before it is loaded.
 
     Args:
         labels: the encoder's label of existing features, by their owner.
