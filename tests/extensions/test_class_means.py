@@ -13,7 +13,13 @@ from test_oneshot import HEADS, D
 
 from wsi_fl.oneshot import class_means as module
 from wsi_fl.oneshot.class_means import ClassMean, show_class_means, unpack_class_means
-from wsi_fl.oneshot.projection import random_projection
+from wsi_fl.oneshot.projection import (
+    ProjectionOrigin,
+    ProjectionSource,
+    fit_projection,
+    random_projection,
+    write_projection,
+)
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.oneshot.released_statistics import read_statistics
 from wsi_fl.stages.site import encoders
@@ -138,6 +144,23 @@ def test_noise_that_hides_a_class_or_its_mean_is_said(study):
     cases = ((1.0, 0.0, "no noise"), (1.0, 0.1, "about 0.20 of"), (1.0, 0.1, "little"), (1.0, 0.3, "by chance"))
     for length, noise, words in (*cases, (1.0, 0.6, "larger"), (0.0, 0.1, "larger")):
         assert words in ClassMean("a", np.zeros(4), length, noise, 9.0, 1.0).describe_noise()
+
+
+def test_noise_is_not_told_as_distance_from_public_tissue_where_directions_begin_at_none(study):
+    release(study)
+    document, text = show(study)
+    assert document["random_directions"] and "from average public tissue" not in text
+    assert text.count("hides more of the class than this says") == 2 and "The directions are random" in text
+    assert any("random directions" in line.text for line in module.render_class_lines(document))
+    with PatchStore(study.store_path("S1")) as store:
+        x = encode(store.read(np.arange(len(store))))
+    origin = ProjectionOrigin(encoder="tiny", sources=[ProjectionSource(name="a", rows=len(x), sha256="0" * 64)])
+    write_projection(study.root / "p.safetensors", fit_projection(x, origin, 8))
+    by_file = "model.projection=p.safetensors"
+    release(study, by_file, repeat=True)
+    document, text = show(study, by_file)
+    assert not document["random_directions"] and "The directions are random" not in text
+    assert text.count("from average public tissue") == 2
 
 
 def test_public_patches_unlike_the_class_are_said_to_tell_nothing(study, monkeypatch):

@@ -2,7 +2,8 @@
 
 A class mean is a point among projected public patches, so the patches nearest to it show what it says. Near is a small
 angle as seen from the mean of public examples, the origin of the projection. Class means are much shorter than
-examples, so that by Euclidean distance the length of an example would count more than its likeness.
+examples, so that by Euclidean distance the length of an example would count more than its likeness. Random directions
+begin at no tissue: all patches point much the same way then, and the page says so.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class ClassMean:
     noise_sd: float  # standard deviation of the noise in each component; 0 without noise, infinite for no units
     count: float  # number of units of the class, with noise
     count_sd: float  # standard deviation of that noise
+    is_centred: bool = True  # whether the mean begins at average public tissue, as it does not on random directions
 
     @property
     def count_margin(self) -> float:
@@ -89,6 +91,11 @@ class ClassMean:
             return "It has no noise."
         if ratio > 1:
             return "The noise is larger than all that it says: these patches may be of any tissue, and tell nothing."
+        if not self.is_centred:
+            return (
+                f"The noise moves it by about {ratio:.2f} of its length. Most of that length is what all tissue has in "
+                "common, as its directions are random: the noise hides more of the class than this says."
+            )
         size = f"The noise moves it by about {ratio:.2f} of its distance from average public tissue"
         if ratio > 1 / 3:  # an angle of 18°
             return f"{size}, which is noticeable: some of these patches may be here by chance."
@@ -125,7 +132,7 @@ def unpack_class_means(
     for name, total, count, sd in zip(header.classes, sums, counts.tolist(), noise_sds.tolist(), strict=True):
         mean, noise_sd = ((total / count).numpy(), sd / count) if count > 0 else (np.zeros(len(total)), inf)
         length = sqrt(max(0.0, float(mean @ mean) - (0.0 if is_exact else len(mean) * noise_sd**2)))
-        means.append(ClassMean(name, mean, length, noise_sd, count, count_sd))
+        means.append(ClassMean(name, mean, length, noise_sd, count, count_sd, bool(projection.mean.any())))
     return means
 
 
@@ -197,6 +204,7 @@ def show_class_means(
         "sources": n_rows,
         "classes": [_describe_class(mean, rows) for mean, rows in zip(means, strips, strict=True)],
         "page": str(out),
+        "random_directions": not projection.mean.any(),
     }
     page = {
         "document": document,
@@ -287,6 +295,8 @@ def render_class_lines(document: Mapping[str, Any]) -> Lines:
         hidden = "hidden by the noise" if document["sigma"] else "none at this site"
         noise = hidden if row["hidden"] else f"noise {ratio}" if document["sigma"] else "no noise"
         yield TextLine(f"  {row['class']}: about {max(0, row['count']):.0f} {document['units']}; {noise}")
+    if document["random_directions"]:
+        yield TextLine("  random directions: noise and likeness look better than they are, as the page says", "yellow")
     yield TextLine(f"{document['page']}: the public patches nearest to each class mean")
     if document["file"] is None:
         yield TextLine("not released, and nothing was charged: the page must not leave the hospital", "yellow")
