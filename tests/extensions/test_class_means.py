@@ -13,13 +13,20 @@ from test_oneshot import HEADS, D
 
 from wsi_fl.oneshot import class_means as module
 from wsi_fl.oneshot.class_means import ClassMean, show_class_means, unpack_class_means
-from wsi_fl.oneshot.projection import random_projection
+from wsi_fl.oneshot.projection import (
+    ProjectionOrigin,
+    ProjectionSource,
+    fit_projection,
+    random_projection,
+    write_projection,
+)
 from wsi_fl.oneshot.release_statistics import release_statistics
 from wsi_fl.oneshot.released_statistics import read_statistics
+from wsi_fl.stages.site import encoders
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.types import WsiFlError
 
-SETTINGS = [*HEADS, "privacy.sigma=0.3"]
+SETTINGS = [*HEADS, "privacy.sigma=0.3", "features.encoder=tiny"]
 SIZES = (12, 48)
 PUBLIC = {"size_px": 8, "mpp": 0.5}  # as `write_features` has it
 PLANTED = [2, 17]
@@ -32,7 +39,7 @@ def encode(pixels):
 
 
 def replace_encoder(monkeypatch, label="tiny sha256:0", encode=encode):
-    monkeypatch.setattr(module, "load_encoder", lambda *_: SimpleNamespace(label=label))
+    monkeypatch.setattr(encoders, "load_encoder", lambda *_: SimpleNamespace(label=label))
     monkeypatch.setattr(module, "encode_batches", lambda batches, _: encode(next(batches)))
 
 
@@ -139,6 +146,23 @@ def test_noise_that_hides_a_class_or_its_mean_is_said(study):
         assert words in ClassMean("a", np.zeros(4), length, noise, 9.0, 1.0).describe_noise()
 
 
+def test_noise_is_not_told_as_distance_from_public_tissue_where_directions_begin_at_none(study):
+    release(study)
+    document, text = show(study)
+    assert document["random_directions"] and "from average public tissue" not in text
+    assert text.count("hides more of the class than this says") == 2 and "The directions are random" in text
+    assert any("random directions" in line.text for line in module.render_class_lines(document))
+    with PatchStore(study.store_path("S1")) as store:
+        x = encode(store.read(np.arange(len(store))))
+    origin = ProjectionOrigin(encoder="tiny", sources=[ProjectionSource(name="a", rows=len(x), sha256="0" * 64)])
+    write_projection(study.root / "p.safetensors", fit_projection(x, origin, 8))
+    by_file = "model.projection=p.safetensors"
+    release(study, by_file, repeat=True)
+    document, text = show(study, by_file)
+    assert not document["random_directions"] and "The directions are random" not in text
+    assert text.count("from average public tissue") == 2
+
+
 def test_public_patches_unlike_the_class_are_said_to_tell_nothing(study, monkeypatch):
     release(study)
     other = np.random.default_rng(3).normal(size=D).astype(np.float32)
@@ -168,6 +192,8 @@ def test_sources_that_are_not_public_and_what_does_not_match_are_refused(study, 
     refused(lambda: show(study, sources=[study.features_path("S0")]), "features.h5", error=WsiFlError)
     replace_encoder(monkeypatch, "other sha256:1")
     refused(lambda: show(study), "features.encoder: other sha256:1", "tiny sha256:0")
+    monkeypatch.setattr(encoders, "load_encoder", None)  # no weights are sought for another name
+    refused(lambda: show(study, "features.encoder=uni"), "features.encoder: uni, but site S0", "tiny sha256:0")
 
 
 def test_the_command_prints_one_document(study, wsi_fl):

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 from conftest import refused, write_store
 from file_changes import edit, make_real, site_file
+from PIL import Image
 from test_import_tools import of_atlaspatch, of_eva, of_slide2vec, of_slideflow
 
 from wsi_fl.evidence.bench import _read_projection
 from wsi_fl.models.golden import GOLDEN_SLIDE
-from wsi_fl.oneshot import build_projection as module
 from wsi_fl.oneshot.build_projection import build_projection
 from wsi_fl.oneshot.projection import read_projection
 from wsi_fl.oneshot.public_features import MAX_PATCHES, read_public_features
 from wsi_fl.stages.prepare.import_export import ImportFacts, import_features
 from wsi_fl.stages.prepare.init_study import init_study
+from wsi_fl.stages.site import encoders
 from wsi_fl.stages.site.public_sources import index_private_slides, sample_indices
 from wsi_fl.stores.bag_store import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.stores.foreign_formats import LAYOUTS
@@ -50,7 +51,7 @@ def study(tmp_path, monkeypatch):
     def refuse_weights(*_, **__):
         raise AssertionError("no patch is encoded, so no weights are needed")
 
-    monkeypatch.setattr(module, "load_encoder", refuse_weights)
+    monkeypatch.setattr(encoders, "load_encoder", refuse_weights)
     init_study(tmp_path / "study", names=["A"], pipeline="features")
     made = Study(tmp_path / "study")
     folder = write_layout(tmp_path / "own", "trident", bags_of(5), name="own")
@@ -136,6 +137,14 @@ def test_features_of_another_encoder_than_the_studys_are_refused(study, tmp_path
     named = ["features.encoder=uni"]
     refused(lambda: project(study, source, "trident", overrides=named), "those of the pipeline are of uni;")
     assert project(study, source, "trident")["encoder"] == "virchow2-like"  # nobody has named one
+
+
+def test_pictures_are_not_encoded_by_another_encoder_than_the_studys(study, tmp_path):
+    pixels = np.random.default_rng(0).integers((150, 60, 120), (230, 140, 200), (256, 256, 3)).astype(np.uint8)
+    Image.fromarray(pixels).save(picture := tmp_path / "public.png")
+    overrides = ["tile.size_px=64", "tile.mpp=0.5"]
+    words = "features.encoder: densenet121, but site A has features of uni-like"
+    refused(lambda: project(study, picture, "", mpp=0.5, overrides=overrides), words)
 
 
 def test_sources_of_two_encoders_or_widths_are_refused(study, tmp_path):

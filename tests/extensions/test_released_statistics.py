@@ -556,8 +556,11 @@ def test_a_site_without_a_file_is_excluded_and_one_without_a_store_takes_part_by
 
 
 def test_a_run_of_released_files_names_the_missing_ones(study):
-    refuse_training(study, "no statistics of site S0 yet", "wsi-fl statistics --site S0")
+    same = "with the --pipeline and --set of this command"
+    refuse_training(study, "no statistics of site S0 yet", f"`wsi-fl statistics --site S0` {same}")
     released(study)
+    other = ["model.projection=5"]
+    refuse_training(study, "S0 --again)", same, overrides=other, error=UsageError)
     refuse_training(study, "audit.canaries", overrides=["audit.canaries=4"], error=UsageError)
     for name in ("S0", "S1", "S2"):
         shutil.rmtree(study.store_path(name).parent)

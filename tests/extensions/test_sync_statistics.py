@@ -176,7 +176,7 @@ def test_a_fourth_hospital_takes_part_by_a_new_plan_and_is_the_only_one_charged(
 
 def test_a_hospital_is_told_to_release_before_it_signs_and_before_it_begins(hospitals):
     hospitals.release("S0", "S1")
-    plan, advice = hospitals.plan(), ("S2 has released no statistics", "`wsi-fl statistics --site S2`")
+    plan, advice = hospitals.plan(), ("S2 has released no statistics", "`wsi-fl statistics --site S2` with the plan's")
     refused(lambda: review_plan(hospitals.study("S2"), plan, "S2"), *advice)
     hospitals.release("S2")
     hospitals.sign(plan)

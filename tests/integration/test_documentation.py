@@ -17,6 +17,7 @@ from wsi_fl.cli.main import app
 from wsi_fl.hospitals.plans.build_plan import PlanDocument
 from wsi_fl.models.cnn import IMAGE_BUILDERS
 from wsi_fl.models.mil import BAG_BUILDERS, VECTOR_BUILDERS
+from wsi_fl.models.presets import PRESETS
 from wsi_fl.stages.prepare.check_stores import _CheckDocument, _SiteCheck
 from wsi_fl.stages.prepare.init_study import _InitDocument
 from wsi_fl.stages.prepare.slide_lists import BagsDocument, BagsRow
@@ -123,6 +124,11 @@ def test_the_pipelines_of_the_hospital_pages_guarantee_epsilon_per_patient(tmp_p
 
 def test_the_readme_is_a_first_page():
     assert len(text_of("README.md").splitlines()) <= 110
+
+
+def test_the_readme_counts_the_encoders_without_their_other_crops():
+    encoders = [name for name in PRESETS if not name.endswith("cropped")]
+    assert f"[{len(encoders)} pathology encoders]" in text_of("README.md")
 
 
 def test_help_and_the_page_of_commands_have_the_same_groups():

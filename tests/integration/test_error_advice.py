@@ -15,15 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from conftest import refused
+from conftest import make_study, refused, write_features
+from file_changes import edit, site_file
 from rich.console import Console
 from test_documentation import UsageError, parse_command
+from test_oneshot import HEADS, rows_of
+from training_runs import run_of
 
 from wsi_fl import types
 from wsi_fl.cli.main import app
 from wsi_fl.cli.options import announce_start
 from wsi_fl.federation import loop
 from wsi_fl.stages import doctor
+from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.runtime import console
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import resume_run
@@ -279,3 +283,13 @@ def test_a_failed_check_of_doctor_is_one_line_and_the_others_still_run(monkeypat
     assert not document["ok"] and [row["name"] for row in failed] == ["OpenSlide"]
     assert failed[0]["said"].startswith(" ".join(str(problem).split()))
     assert "\n" not in failed[0]["said"]
+
+
+@pytest.mark.parametrize(("slides", "command"), [('slides = "none/*.tif"\n', "tile"), ("", "import")])
+def test_a_study_without_test_patients_is_told_which_command_holds_some_out(tmp_path, slides, command):
+    study = make_study(tmp_path / "study", n_sites=1)
+    edit(site_file(study, "S0"), 'slides = "none/*.tif"\n', slides)
+    x, labels = rows_of(20, 0)
+    write_features(study, "S0", x, labels, [f"p{k}" for k in range(20)], ["train"] * 20)
+    run = run_of(study, "regular", "privacy.enabled=false", *HEADS, "train.rounds=1").name
+    refused(lambda: evaluate(study, f"runs/{run}"), f"; {command} with slides.test_fraction above 0", error=WsiFlError)

@@ -10,7 +10,7 @@ import pytest
 from conftest import refused
 from PIL import Image
 
-from wsi_fl.stages.prepare.import_patches import import_patches
+from wsi_fl.stages.prepare.import_patches import import_patches, render_patches_lines
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 
@@ -115,6 +115,22 @@ def test_copies_of_test_images_in_training_are_reported(study, tmp_path):
     for path in folder.rglob("*.tif"):
         path.write_bytes((folder / "ADI" / "ADI-00.tif").read_bytes())
     assert brought(study, folder)["copies"] == ["2 test images are in training too, so scores are too good"]
+
+
+def test_a_hospital_that_lacks_a_class_has_an_empty_folder_of_it(study, tmp_path):
+    folder = class_folders(tmp_path / "NCT", ("TUM",))
+    (folder / "notes").mkdir()
+    (folder / "notes" / "readme.txt").write_text("no class")
+    alone = brought(study, folder)
+    assert list(alone["sites"][0]["classes"]) == ["TUM"]
+    assert any("make an empty folder" in line.text for line in render_patches_lines(alone))
+    (folder / "ADI").mkdir()
+    document = brought(study, folder)
+    (row,) = document["sites"]
+    assert row["classes"] == {"ADI": 0, "TUM": row["train"]} and row["train"] + row["test"] == 10
+    assert not any("make an empty folder" in line.text for line in render_patches_lines(document))
+    with PatchStore(study.store_path("C1")) as store:
+        assert store.meta.classes == ("ADI", "TUM") and set(store.table.label) == {1}
 
 
 def test_equal_names_in_two_classes_are_two_patients_and_two_rows(study, tmp_path):

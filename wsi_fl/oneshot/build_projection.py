@@ -32,7 +32,7 @@ from wsi_fl.stages.prepare.import_export import ImportFacts
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec, build_plan_params
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
 from wsi_fl.stages.runtime.hints import join_commands, next_command
-from wsi_fl.stages.site.encoders import list_study_encoders, load_encoder
+from wsi_fl.stages.site.encoders import list_study_encoders, load_same_encoder
 from wsi_fl.stages.site.public_sources import SourceCheck, sample_indices
 from wsi_fl.stores.foreign_formats import LAYOUTS
 from wsi_fl.study.folder import Study
@@ -203,7 +203,7 @@ class _SourceReader:
     @cached_property
     def _patch_encoder(self) -> Encoder:
         try:
-            return load_encoder(self.study, self.pipeline, "features", n_cores())
+            return load_same_encoder(self.study, self.pipeline, list_study_encoders(self.study, self.pipeline))
         except WsiFlError as error:  # no fault of a slide, which would be skipped
             raise UsageError(str(error)) from None
 

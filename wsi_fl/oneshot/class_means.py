@@ -2,7 +2,8 @@
 
 A class mean is a point among projected public patches, so the patches nearest to it show what it says. Near is a small
 angle as seen from the mean of public examples, the origin of the projection. Class means are much shorter than
-examples, so that by Euclidean distance the length of an example would count more than its likeness.
+examples, so that by Euclidean distance the length of an example would count more than its likeness. Random directions
+begin at no tissue: all patches point much the same way then, and the page says so.
 """
 
 from __future__ import annotations
@@ -39,14 +40,13 @@ from wsi_fl.report.inline_pictures import encode_patch
 from wsi_fl.report.templates import fill_template
 from wsi_fl.stages.prepare.tile_plans import build_grid_spec
 from wsi_fl.stages.runtime.console import Lines, SilentProgress, TextLine, Watcher
-from wsi_fl.stages.site.encoders import load_encoder
+from wsi_fl.stages.site.encoders import load_same_encoder
 from wsi_fl.stages.site.public_sources import SourceCheck, sample_indices
 from wsi_fl.stores.patch_store import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import write_text
-from wsi_fl.system.machine import n_cores
-from wsi_fl.types import UsageError, WsiFlError, encoder_differences
+from wsi_fl.types import UsageError, WsiFlError
 
 _N_PATCHES, _N_DRAWS = 6, 3
 """Patches shown for a mean, and means with other noise."""
@@ -67,6 +67,7 @@ class ClassMean:
     noise_sd: float  # standard deviation of the noise in each component; 0 without noise, infinite for no units
     count: float  # number of units of the class, with noise
     count_sd: float  # standard deviation of that noise
+    is_centred: bool = True  # whether the mean begins at average public tissue, as it does not on random directions
 
     @property
     def count_margin(self) -> float:
@@ -90,6 +91,11 @@ class ClassMean:
             return "It has no noise."
         if ratio > 1:
             return "The noise is larger than all that it says: these patches may be of any tissue, and tell nothing."
+        if not self.is_centred:
+            return (
+                f"The noise moves it by about {ratio:.2f} of its length. Most of that length is what all tissue has in "
+                "common, as its directions are random: the noise hides more of the class than this says."
+            )
         size = f"The noise moves it by about {ratio:.2f} of its distance from average public tissue"
         if ratio > 1 / 3:  # an angle of 18°
             return f"{size}, which is noticeable: some of these patches may be here by chance."
@@ -126,7 +132,7 @@ def unpack_class_means(
     for name, total, count, sd in zip(header.classes, sums, counts.tolist(), noise_sds.tolist(), strict=True):
         mean, noise_sd = ((total / count).numpy(), sd / count) if count > 0 else (np.zeros(len(total)), inf)
         length = sqrt(max(0.0, float(mean @ mean) - (0.0 if is_exact else len(mean) * noise_sd**2)))
-        means.append(ClassMean(name, mean, length, noise_sd, count, count_sd))
+        means.append(ClassMean(name, mean, length, noise_sd, count, count_sd, bool(projection.mean.any())))
     return means
 
 
@@ -198,6 +204,7 @@ def show_class_means(
         "sources": n_rows,
         "classes": [_describe_class(mean, rows) for mean, rows in zip(means, strips, strict=True)],
         "page": str(out),
+        "random_directions": not projection.mean.any(),
     }
     page = {
         "document": document,
@@ -231,12 +238,7 @@ class _PatchSearch:
     ) -> None:
         self.study, self.pipeline, self.header, self.projection = study, pipeline, header, projection
         self.means, self.nearest = _normalize_lengths(means), [list[PublicPatch]() for _ in means]
-        self.encoder = load_encoder(study, pipeline, "features", n_cores())
-        if any(encoder_differences([header.encoder, self.encoder.label])):
-            raise UsageError(
-                f"features.encoder: {self.encoder.label}, but the statistics of site {header.site} are of "
-                f"{header.encoder}; take the same encoder and weights"
-            )
+        self.encoder = load_same_encoder(study, pipeline, {f"site {header.site}": header.encoder})
 
     def search_source(self, path: Path, mpp: float | None) -> tuple[str, int]:
         """Search a source; return its name and its number of patches."""
@@ -293,6 +295,8 @@ def render_class_lines(document: Mapping[str, Any]) -> Lines:
         hidden = "hidden by the noise" if document["sigma"] else "none at this site"
         noise = hidden if row["hidden"] else f"noise {ratio}" if document["sigma"] else "no noise"
         yield TextLine(f"  {row['class']}: about {max(0, row['count']):.0f} {document['units']}; {noise}")
+    if document["random_directions"]:
+        yield TextLine("  random directions: noise and likeness look better than they are, as the page says", "yellow")
     yield TextLine(f"{document['page']}: the public patches nearest to each class mean")
     if document["file"] is None:
         yield TextLine("not released, and nothing was charged: the page must not leave the hospital", "yellow")

@@ -31,6 +31,8 @@ STATISTICS_RUN = "oneshot"
 """Name of the release in ledgers."""
 _FEATURE_KEYS = {"size_px", "mpp", "golden"}
 """Keys of the header that `refuse_other_features` compares."""
+_SAME_SETTINGS = "with the --pipeline and --set of this command"
+"""Hint at the settings of a release: with others it costs ε and does not match."""
 _DAMAGED_HINT = "copy the file from its site again, or put its backup back"
 """Hint for damaged statistics."""
 
@@ -180,7 +182,7 @@ def describe_missing(study: Study, site: str) -> str:
     """Describe that a site has no file here, and what to do."""
     return (
         f"{study.relative_path(study.release_path(site))}: no statistics of site {site} yet; run `wsi-fl statistics "
-        f"--site {site}` where its store is, and copy the file here"
+        f"--site {site}` {_SAME_SETTINGS} where its store is, and copy the file here"
     )
 
 
@@ -291,7 +293,7 @@ def refuse_mismatch(header: StatisticsHeader, expected: Mapping[str, Any], label
             raise UsageError(
                 f"{label}: statistics with {key} = {_format_value(file_value)}, but here it is "
                 f"{_format_value(value)}; put the settings back, or release again (wsi-fl statistics --site "
-                f"{header.site} --again), which spends the same ε again"
+                f"{header.site} --again) {_SAME_SETTINGS}, which spends the same ε again"
             )
 
 

@@ -132,7 +132,7 @@ def load_local_statistics(context: RunContext, name: str) -> tuple[ReleasedStati
     if (statistics := statistics_of(context).get(name)) is None:
         raise UsageError(
             f"site {name} has released no statistics, and this plan sends them; there: `wsi-fl statistics "
-            f"--site {name}`"
+            f"--site {name}` with the plan's settings"
         )
     terms = build_terms(site, context.pipeline, find_guarantee(context.method, context.pipeline))
     ledger = open_ledger(study, site, STATISTICS_RUN, terms)

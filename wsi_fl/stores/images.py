@@ -278,8 +278,10 @@ def _read_class_folders(folder: Path, size_px: int | None) -> ImageDataSet:
 
 
 def _list_classes(root: Path) -> tuple[str, ...]:
-    classes = tuple(compose_text(path.name) for path in drop_companions(root.iterdir()) if _list_files(path))
-    if not classes:
+    # return the names of folders with images, and of empty ones, for classes that a hospital lacks
+    folders = [path for path in drop_companions(root.iterdir()) if path.is_dir()]
+    classes = tuple(compose_text(path.name) for path in folders if _list_files(path) or not any(path.iterdir()))
+    if not any(map(_list_files, folders)):
         raise UsageError(f"{root}: no folder of images in it; make one per class")
     return classes
 

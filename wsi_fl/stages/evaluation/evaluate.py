@@ -100,7 +100,7 @@ def _build_document(context: RunContext, watcher: Watcher) -> Evaluation:
     if not predicts and not any(map(len, parts.values())):
         if unscored:
             raise WsiFlError(f"there is nothing to score. {describe_unscored(unscored)}")
-        command = context.kind.tiling_command
+        command = "import" if all(site.slides is None for site in sites) else context.kind.tiling_command
         raise WsiFlError(f"no site has test {context.kind.plural}; {command} with slides.test_fraction above 0")
     if not predicts and not finishers:
         raise WsiFlError(f"{context.run.name}: every site whose store is here dropped out and has no model")

@@ -110,4 +110,10 @@ def render_patches_lines(document: _PatchesDocument) -> Lines:
     classes = ", ".join(f"{name} {count}" for name, count in row["classes"].items())
     counts = f"{row['train']} training images ({classes}), {row['test']} of the test set"
     yield TextLine(f"{row['store']}: {counts}, {document['patients']} patients")
+    if len(row["classes"]) == 1:
+        yield TextLine(
+            f"  its only class is {classes}: other hospitals must have the same classes, so make an empty folder for "
+            "each that this one lacks, and import again",
+            "bold yellow",
+        )
     yield from (TextLine(f"  {line}", "bold yellow") for line in document["copies"])

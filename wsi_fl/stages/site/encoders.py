@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import isnan
 from pathlib import Path
@@ -16,7 +16,8 @@ from wsi_fl.stages.site.public_sources import require_published
 from wsi_fl.stores.bag_store import BagMeta, BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.types import MAX_GOLDEN_DISTANCE, WsiFlError, golden_distance
+from wsi_fl.system.machine import n_cores
+from wsi_fl.types import MAX_GOLDEN_DISTANCE, UsageError, WsiFlError, encoder_differences, golden_distance
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,29 @@ def load_encoder(
         gib = preset.memory_bytes / (1 << 30)
         note = f"licence {preset.licence} (its model card counts); takes about {gib:.1f} GiB of memory"
     report(f"{encoder.name}: {note}")
+    return encoder
+
+
+def load_same_encoder(study: Study, pipeline: Pipeline, labels: Mapping[str, str]) -> Encoder:
+    """Load the encoder of `[features]`; one of another name than that of features here is refused before it is loaded.
+
+    Args:
+        labels: the encoder's label of existing features, by their owner.
+
+    Raises:
+        UsageError: for another encoder than that of existing features.
+    """
+
+    def refuse_others(label: str) -> None:
+        for owner, other in labels.items():
+            if any(encoder_differences([other, label])):
+                raise UsageError(
+                    f"features.encoder: {label}, but {owner} has features of {other}; take the same encoder and weights"
+                )
+
+    refuse_others(pipeline.encoder_settings.encoder)
+    encoder = load_encoder(study, pipeline, "features", n_cores())
+    refuse_others(encoder.label)
     return encoder
 
 
