@@ -522,6 +522,20 @@ def test_another_slide_of_the_same_name_has_no_layers_and_a_missing_slide_is_lis
     assert gone == (None, "the slide is not here")
 
 
+def test_patches_are_not_drawn_over_another_slide_of_the_same_name(own, archive, tmp_path):
+    study, _ = own
+    replaced = shutil.copytree(archive, tmp_path / "archive") / "training" / "center_0" / f"{ILL}.tif"
+    file = study.root / "sites" / "C1.toml"
+    file.write_text(file.read_text().replace(str(archive), str(tmp_path / "archive")))
+    assert layers_of(build_gallery(study, site="C1"), ILL)["kept patches"]["xy"]
+    shutil.copy(slides_of(archive, 1)[0], replaced)
+    shown = build_gallery(study, site="C1")
+    refused(lambda: layers_of(shown, ILL), f"{ILL}.tif: not the slide that was tiled", "wsi-fl tile", error=WsiFlError)
+    for shard in study.store_path("C1").parent.glob("slides/*.h5"):
+        shard.unlink()
+    assert layers_of(build_gallery(study, site="C1"), ILL)["kept patches"]["xy"], "a copy without pixels"
+
+
 def test_errors_name_a_remedy(own, tmp_path):
     study, run = own
     folder = study.root / "runs" / run / "predictions"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -149,8 +150,18 @@ class SiteLayers:
             parts.append(f"mosaic of {self.mosaic.bag_sizes[self._bags[slide]]}")
         return " · ".join(parts)
 
+    def _require_tiled(self, name: str, slide: Slide) -> None:
+        """Refuse a slide that was replaced since it was tiled; a copy of the store without its shards can't tell."""
+        assert self.store is not None
+        quickhash = ""
+        with self._reading, suppress(WsiFlError):
+            quickhash = str(self.store.open_shard(name).attrs.get("quickhash", ""))
+        if quickhash and quickhash != slide.quickhash:
+            raise WsiFlError(f"{slide.path.name}: not the slide that was tiled; run `wsi-fl tile` again")
+
     def _draw_kept(self, name: str, slide: Slide) -> Layer:
         assert self.store is not None
+        self._require_tiled(name, slide)
         table, rows = self.store.table, self._rows[name]
         side_l0 = patch_side_l0(self._grid_spec, slide.mpp)
         return patch_layer(table.xy_l0[rows], side_l0, table.label[rows], self.store.meta.classes)
@@ -158,6 +169,7 @@ class SiteLayers:
     def _draw_excluded(self, name: str, slide: Slide) -> Layer:
         """Return the excluded patches; an artifact has the same colour on each slide, unlike all classes."""
         assert self.store is not None
+        self._require_tiled(name, slide)
         with self._reading:
             excluded = read_marked(self.store.open_shard(name), "aside")
         groups = list(dict.fromkeys([*KINDS, *(cause for _, _, cause in excluded)]))
