@@ -408,6 +408,14 @@ def next_commands(
     return [next_command(f"train --method {method}", pipeline_name, overrides, required)]
 
 
+def list_patch_steps(study: Study, pipeline: Pipeline, **scope: Unpack[Scope]) -> list[str]:
+    """Return the commands between stores of patches and a trained model, with the options of this command."""
+    options: tuple[str | None, Sequence[str]] = scope.get("pipeline_name"), scope.get("overrides", ())
+    features = next_command(f"features {name_scope(scope)}", *options)
+    steps = [features] if pipeline.train.data == "features" else []
+    return [*steps, *next_commands(study, pipeline.train.data, **scope)]
+
+
 def first_failure(failed: Sequence[ExcludedSlide]) -> str:
     """Return the first failure of a site without results."""
     return f"the first: {failed[0].slide}: {failed[0].reason}" if failed else "the first: it has no slides"
