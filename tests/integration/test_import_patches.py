@@ -130,6 +130,15 @@ def test_equal_names_in_two_classes_are_two_patients_and_two_rows(study, tmp_pat
     assert brought(study, folder, labels=table)["patients"] == 2
 
 
+@pytest.mark.parametrize("form", ["{0}/{1}.tif", "{0}\\{1}.tif", "/data/NCT/{0}/{1}.tif", "{1}.tif"])
+def test_a_table_names_images_with_their_suffix_or_by_a_path(study, tmp_path, form):
+    folder, table = class_folders(tmp_path / "NCT", n=3), tmp_path / "t.csv"
+    rows = [(name, f"{name}-{number:02}") for name in ("ADI", "TUM") for number in range(3)]
+    table.write_text("\n".join(["slide,patient", *(f"{form.format(*row)},p{k}" for k, row in enumerate(rows))]))
+    brought(study, folder, labels=table)
+    assert set(patients_of(study, "train") + patients_of(study, "test")) == {f"p{k}" for k in range(6)}
+
+
 def test_images_match_their_table_and_classes_in_any_unicode_form(study, tmp_path):
     folder, table = tmp_path / "data", tmp_path / "t.csv"
     class_folders(folder / "train", [normalize("NFD", "Drüse"), "TUM"], 3)

@@ -18,6 +18,7 @@ from wsi_fl.stages.runtime.console import Lines, TextLine
 from wsi_fl.stages.runtime.hints import join_commands
 from wsi_fl.stores.images import ImageDataSet, ImageSet, read_data_set
 from wsi_fl.study.folder import Study
+from wsi_fl.system.file_names import compose_text, drop_suffixes
 from wsi_fl.system.join_work import site_lock
 from wsi_fl.types import UsageError
 
@@ -46,8 +47,8 @@ def import_patches(
     so; without any, patients are drawn (`slides.test_fraction`).
 
     Args:
-        labels: a table of patients and images (column slide: the file's name without its suffix, after its folder's and
-            a slash where names repeat, or PCam's slide). Rows of other sites are ignored.
+        labels: a table of patients and images (column slide: the file's name with or without its suffix, after its
+            folder's and a slash where names repeat, or PCam's slide). Rows of other sites are ignored.
         size_px: scales images to squares of this size.
         mpp: µm per pixel of the images as they are, before any scaling; None if unknown.
 
@@ -101,20 +102,26 @@ def _read_patients(table: Path, site: str) -> dict[str, str]:
     by_image: dict[str, str] = {}
     for row in filter_site(read_rows(table, ["slide", "patient"]), site):
         require_names(row, "slide", "patient")
-        if by_image.setdefault(row["slide"], row["patient"]) != row["patient"]:
+        image, patient = _image_key(row["slide"]), row["patient"]
+        if by_image.setdefault(image, patient) != patient:
             raise UsageError(
-                f"{row.where}: image {row['slide']} is of patient {row['patient']}, and of {by_image[row['slide']]} in "
-                "a line above"
+                f"{row.where}: image {image} is of patient {patient}, and of {by_image[image]} in a line above"
             )
     if not by_image:
         raise UsageError(f"{table}: has no row of site {site}")
     return by_image
 
 
+def _image_key(name: str) -> str:
+    """Return an image's name without suffix, after its folder's where that is given, from a path of any system."""
+    return "/".join(drop_suffixes(compose_text(name).replace("\\", "/")).split("/")[-2:])
+
+
 def _list_patients(images: ImageSet, by_image: dict[str, str] | None, table: Path | None, split: str) -> list[str]:
     names = images.names or tuple(str(row) for row in range(len(images)))
     if by_image is not None:
-        patients = [by_image.get(name) or by_image.get(name.rpartition("/")[2]) for name in names]
+        keys = [_image_key(name) for name in names]
+        patients = [by_image.get(key) or by_image.get(key.rpartition("/")[2]) for key in keys]
         if None in patients:
             raise UsageError(f"{table}: no row of image {names[patients.index(None)]}; add its patient")
         return list(map(str, patients))
