@@ -144,7 +144,7 @@ class SiteLayers:
             labels = np.bincount(store.table.label[rows], minlength=len(store.meta.classes))
             counts = [f"{n} {name}" for n, name in zip(labels, store.meta.classes, strict=True) if n]
             reasons = ", ".join(f"{n} {kind}" for kind, n in self._excluded.get(slide, {}).items())
-            no_patches = f"no patch kept: all excluded ({reasons})" if reasons else "no patch kept"
+            no_patches = f"no patch kept: all excluded ({reasons})" if reasons else "no patch in the store"
             parts = [", ".join(counts) or no_patches, *np.unique(store.table.split[rows]).tolist()]
         if self.mosaic is not None and slide in self._bags:
             parts.append(f"mosaic of {self.mosaic.bag_sizes[self._bags[slide]]}")
@@ -240,6 +240,12 @@ class Prediction:
             return None if number is None else finite_or_none(float(number))
         except (KeyError, TypeError, ValueError):
             raise _foreign_error(self.folder) from None
+
+    @property
+    def mpp_l0(self) -> float | None:
+        """µm per level-0 pixel by which the slide was cut, as of `predict --mpp`; None if unknown."""
+        mpp = self.score.get("slide_mpp")
+        return finite_or_none(float(mpp)) if isinstance(mpp, float) else None
 
     @property
     def summary(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NotRequired, Required, TypedDict, TypeVar, Unpa
 import numpy as np
 
 from wsi_fl.federation.methods import DEFAULT_METHOD, LOCAL_METHOD, METHODS
-from wsi_fl.slides.layouts import Sources, read_site
+from wsi_fl.slides.layouts import Sources, list_site, read_site
 from wsi_fl.slides.patching.slide_survey import digest_mask
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, build_site_table, render_speed_lines
 from wsi_fl.stages.runtime.hints import join_commands, list_release_commands, next_command, pipeline_method
@@ -54,6 +54,14 @@ def resolve_sources(study: Study, site: SiteFile) -> Sources:
         has_labels=not site.is_receiver,
         columns={str(key): name for key, name in site.columns.items()},
     )
+
+
+def list_known_slides(study: Study, site: SiteFile) -> list[SlideRecord]:
+    """Return the slides of a site as its table has them; [] where its archive or table is not here."""
+    try:
+        return list_site(site.layout, resolve_sources(study, site))[0]
+    except UsageError:
+        return []
 
 
 @dataclass(frozen=True)
