@@ -82,8 +82,8 @@ def predict(
         raise UsageError(f"two slides have the name {duplicates[0]}; predict them one after the other with --out")
     predictor = job.run_on_ranks(lambda: load_predictor(study, run_name, site, tumor_type, overrides))
     folder = out.resolve() if out is not None else predictor.run.path / "predictions" / site
-    known = {} if mpp else _read_resolutions(predictor)
-    scales = [mpp or known.get(path.resolve(), predictor.site.mpp_override) for path in slides]
+    resolutions = {} if mpp else _read_resolutions(predictor)
+    scales = [mpp or resolutions.get(path.resolve(), predictor.site.mpp_override) for path in slides]
     records = [
         SlideRecord(path, name, "", site, "negative", False, mpp_override=scale)
         for path, name, scale in zip(slides, names, scales, strict=True)
