@@ -289,8 +289,10 @@ def _list_classes(root: Path) -> tuple[str, ...]:
     if not classes:
         raise UsageError(f"{root}: no folder of images in it; make one per class")
     for folder in filter(Path.is_dir, folders):
-        nested = (path for path in drop_companions(folder.glob("*/**/*"), folder) if path.suffix.lower() in _SUFFIXES)
-        if inner := next(nested, None):
+        inner_paths = (
+            path for path in drop_companions(folder.glob("*/**/*"), folder) if path.suffix.lower() in _SUFFIXES
+        )
+        if inner := next(inner_paths, None):
             raise UsageError(
                 f"{folder}: {inner.relative_to(folder)} lies in a folder of its own; move such images up, beside the "
                 "others of their class, or out of the data"

@@ -93,8 +93,8 @@ def _scale_mpp(source: Path, data_set: ImageDataSet, mpp: float) -> float:
             f"{source}: images of several sizes, or no squares, have no common --mpp when --patch-px has scaled them; "
             "leave --mpp out, or cut them alike"
         )
-    scaled: float = round(mpp * side / data_set.train.x.shape[1], 6)
-    return scaled
+    factor: float = side / data_set.train.x.shape[1]
+    return round(mpp * factor, 6)
 
 
 def _read_patients(table: Path, site: str) -> dict[str, str]:
