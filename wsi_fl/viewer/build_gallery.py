@@ -14,7 +14,7 @@ from pathlib import Path
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.slides.layouts import list_site
 from wsi_fl.slides.reading.formats.dicom_headers import resolve_slide_path
-from wsi_fl.stages.prepare.slide_lists import list_known_slides, resolve_sources
+from wsi_fl.stages.prepare.slide_lists import list_table_slides, resolve_sources
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.run_context import restore_study
 from wsi_fl.stages.site.slide_files import list_slides
@@ -110,7 +110,7 @@ class _SiteSlides:
     def __init__(self, study: Study, site: SiteFile, pipeline: Pipeline) -> None:
         self._study, self.site = study, site
         self.layers = SiteLayers(study, site.name, pipeline)
-        records = list_known_slides(study, site)  # predictions have the paths of their slides, too
+        records = list_table_slides(study, site)  # predictions have the paths of their slides, too
         self._by_file = {record.path.resolve(): record for record in records}
         self._by_name = {record.slide: record.path.resolve() for record in records}
 

@@ -150,7 +150,7 @@ class SiteLayers:
             parts.append(f"mosaic of {self.mosaic.bag_sizes[self._bags[slide]]}")
         return " · ".join(parts)
 
-    def _require_tiled(self, name: str, slide: Slide) -> None:
+    def _check_quickhash(self, name: str, slide: Slide) -> None:
         """Refuse a slide that was replaced since it was tiled; a copy of the store without its shards can't tell."""
         assert self.store is not None
         quickhash = ""
@@ -161,7 +161,7 @@ class SiteLayers:
 
     def _draw_kept(self, name: str, slide: Slide) -> Layer:
         assert self.store is not None
-        self._require_tiled(name, slide)
+        self._check_quickhash(name, slide)
         table, rows = self.store.table, self._rows[name]
         side_l0 = patch_side_l0(self._grid_spec, slide.mpp)
         return patch_layer(table.xy_l0[rows], side_l0, table.label[rows], self.store.meta.classes)
@@ -169,7 +169,7 @@ class SiteLayers:
     def _draw_excluded(self, name: str, slide: Slide) -> Layer:
         """Return the excluded patches; an artifact has the same colour on each slide, unlike all classes."""
         assert self.store is not None
-        self._require_tiled(name, slide)
+        self._check_quickhash(name, slide)
         with self._reading:
             excluded = read_marked(self.store.open_shard(name), "aside")
         groups = list(dict.fromkeys([*KINDS, *(cause for _, _, cause in excluded)]))

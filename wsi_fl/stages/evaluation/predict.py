@@ -25,7 +25,7 @@ from wsi_fl.slides.pictures.drawing import Color, distinct_colors
 from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, PatchPredictions
 from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.stages.evaluation.slide_predictor import Predictor, SlideImage, SlidePatches, load_predictor
-from wsi_fl.stages.prepare.slide_lists import describe_file, describe_slide, list_known_slides
+from wsi_fl.stages.prepare.slide_lists import describe_file, describe_slide, list_table_slides
 from wsi_fl.stages.runtime.console import Lines, NestedProgress, TextLine, TextTable, Watcher, describe_failure
 from wsi_fl.stages.runtime.rank_job import Part, RankJob, take_threads
 from wsi_fl.stages.runtime.slide_work import SlideWork, describe_parts, join_slide_work
@@ -110,7 +110,7 @@ def predict(
 
 def _read_resolutions(predictor: Predictor) -> dict[Path, float | None]:
     """Return slide's file → µm per level-0 pixel by the site's table, or None, as in `tile`."""
-    records = list_known_slides(predictor.study, predictor.site)
+    records = list_table_slides(predictor.study, predictor.site)
     return {record.path.resolve(): record.mpp_override for record in records}
 
 

@@ -56,7 +56,7 @@ def resolve_sources(study: Study, site: SiteFile) -> Sources:
     )
 
 
-def list_known_slides(study: Study, site: SiteFile) -> list[SlideRecord]:
+def list_table_slides(study: Study, site: SiteFile) -> list[SlideRecord]:
     """Return the slides of a site as its table has them; [] where its archive or table is not here."""
     try:
         return list_site(site.layout, resolve_sources(study, site))[0]
