@@ -86,9 +86,9 @@ def partition_hint(study: Study, source: Path | None = None) -> TextLine:
     """
     headers = {name: study.read_header(name).removeprefix("#").strip() for name in study.pipeline_names()}
     name_of_images = source.name if source else ""
-    made_for = [name for name, header in headers.items() if _partitioned_images(header) == name_of_images != ""]
+    made_for = [name for name, header in headers.items() if _name_partition_data(header) == name_of_images != ""]
     if len(headers) != 1 and not made_for:
-        candidates = [name for name, header in headers.items() if _partitioned_images(header)] or list(headers)
+        candidates = [name for name, header in headers.items() if _name_partition_data(header)] or list(headers)
         note = f" ({', '.join(candidates[:_MAX_NAMED_PIPELINES])}, …)" if candidates else ""
         return TextLine(f"stores ready; next: {next_command(f'train --method {DEFAULT_METHOD}', 'NAME')}{note}")
     name = (made_for or list(headers))[0]
@@ -100,7 +100,7 @@ def partition_hint(study: Study, source: Path | None = None) -> TextLine:
     return TextLine(f"stores ready; next: {' && '.join(commands) or next_command(f'train --method {DEFAULT_METHOD}')}")
 
 
-def _partitioned_images(header: str) -> str:
+def _name_partition_data(header: str) -> str:
     """Return the name of the images that a pipeline's first line divides; "" for none."""
     match = _PARTITION.search(header)
     return PurePosixPath(match[1]).name if match else ""
