@@ -522,6 +522,32 @@ def test_another_slide_of_the_same_name_has_no_layers_and_a_missing_slide_is_lis
     assert gone == (None, "the slide is not here")
 
 
+def test_patches_are_not_drawn_over_another_slide_of_the_same_name(own, archive, tmp_path):
+    study, _ = own
+    replaced = shutil.copytree(archive, tmp_path / "archive") / "training" / "center_0" / f"{ILL}.tif"
+    file = study.root / "sites" / "C1.toml"
+    file.write_text(file.read_text().replace(str(archive), str(tmp_path / "archive")))
+    assert layers_of(build_gallery(study, site="C1"), ILL)["kept patches"]["xy"]
+    shutil.copy(slides_of(archive, 1)[0], replaced)
+    shown = build_gallery(study, site="C1")
+    refused(lambda: layers_of(shown, ILL), f"{ILL}.tif: not the slide that was tiled", "wsi-fl tile", error=WsiFlError)
+    for shard in study.store_path("C1").parent.glob("slides/*.h5"):
+        shard.unlink()
+    assert layers_of(build_gallery(study, site="C1"), ILL)["kept patches"]["xy"], "a copy without pixels"
+
+
+def test_a_new_slide_is_shown_at_the_resolution_of_its_prediction_and_as_one_that_was_not_tiled(own, archive, tmp_path):
+    study, run = own
+    score = study.root / "runs" / run / "predictions/C1" / ILL / "score.json"
+    path = shutil.copy(slides_of(archive, 0)[1], tmp_path / "new.tif")
+    document = json.loads(score.read_text()) | {"path": str(path), "slide": "new", "slide_mpp": 0.125}
+    score.write_text(json.dumps(document))
+    shown = build_gallery(study, run=run, site="C1")
+    number = [one.name for one in shown.exhibits].index("new")
+    assert json.loads(shown.describe_slide(number))["mpp"] == 0.125
+    assert shown.exhibits[number].note.endswith("no patch in the store")
+
+
 def test_errors_name_a_remedy(own, tmp_path):
     study, run = own
     folder = study.root / "runs" / run / "predictions"

@@ -26,6 +26,7 @@ from wsi_fl.stages.evaluation.evaluate import evaluate
 from wsi_fl.stages.evaluation.predict import predict
 from wsi_fl.stages.evaluation.write_report import write_report
 from wsi_fl.stages.prepare.build_bags import make_features
+from wsi_fl.stages.prepare.import_patches import import_patches
 from wsi_fl.stages.prepare.init_study import init_study
 from wsi_fl.stages.prepare.tile import tile_slides
 from wsi_fl.stages.site.encoders import load_encoder
@@ -227,6 +228,23 @@ def test_features_of_a_site_tiled_again_are_refused_by_new_runs_only(study):
     resume_run(study, run.name, backend="local")
     evaluate(study, run.name)
     assert "the features of S1 are of patches before" in compare_methods(study, [run.name])["notes"][0]
+
+
+def test_features_of_imported_images_are_computed_anew_only_for_other_images(tmp_path, settings):
+    study, file = make_study(tmp_path / "study", n_sites=1), tmp_path / "images.npz"
+    x = np.random.default_rng(0).integers(0, 256, (10, 32, 32, 3)).astype(np.uint8)
+
+    def encode(images):
+        np.savez(file, x=images, y=np.arange(10) % 2)
+        import_patches(study, file, site="S0", pipeline_name=None, overrides=[])
+        (row,) = make_features(study, site="S0", overrides=settings)["sites"]
+        with BagStore(study.features_path("S0")) as store:
+            return row["made"], np.concatenate([store.read_bag(k).features for k in range(len(store))])
+
+    made, features = encode(x)
+    made_of_others, others = encode(255 - x)
+    assert (made, made_of_others) == (2, 2) and not np.isclose(features, others).all(1).any()
+    assert encode(255 - x)[0] == 0
 
 
 @pytest.mark.parametrize("method", ["proxyfl", "oneshot"])

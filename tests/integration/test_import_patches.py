@@ -146,6 +146,15 @@ def test_equal_names_in_two_classes_are_two_patients_and_two_rows(study, tmp_pat
     assert brought(study, folder, labels=table)["patients"] == 2
 
 
+@pytest.mark.parametrize("form", ["{0}/{1}.tif", "{0}\\{1}.tif", "/data/NCT/{0}/{1}.tif", "{1}.tif"])
+def test_a_table_names_images_with_their_suffix_or_by_a_path(study, tmp_path, form):
+    folder, table = class_folders(tmp_path / "NCT", n=3), tmp_path / "t.csv"
+    rows = [(name, f"{name}-{number:02}") for name in ("ADI", "TUM") for number in range(3)]
+    table.write_text("\n".join(["slide,patient", *(f"{form.format(*row)},p{k}" for k, row in enumerate(rows))]))
+    brought(study, folder, labels=table)
+    assert set(patients_of(study, "train") + patients_of(study, "test")) == {f"p{k}" for k in range(6)}
+
+
 def test_images_match_their_table_and_classes_in_any_unicode_form(study, tmp_path):
     folder, table = tmp_path / "data", tmp_path / "t.csv"
     class_folders(folder / "train", [normalize("NFD", "Drüse"), "TUM"], 3)
@@ -185,8 +194,53 @@ def test_pcam_without_its_table_has_a_patient_for_each_image_and_a_shared_one_is
     refused(lambda: brought(study, folder), "its table has 1 rows for the 4 images in x_train")
 
 
+def test_scaled_images_have_the_resolution_that_follows_from_that_of_their_files(study, tmp_path):
+    folder = class_folders(tmp_path / "NCT")
+    brought(study, folder, mpp=0.5, size_px=12)
+    with PatchStore(study.store_path("C1")) as store:
+        assert (store.meta.spec.mpp, store.meta.spec.size_px) == (1.0, 12)
+    images = tmp_path / "images.npz"
+    np.savez(images, x=draw_images(8, 48), y=np.arange(8) % 2)
+    brought(study, images, mpp=0.25, size_px=96)
+    with PatchStore(study.store_path("C1")) as store:
+        assert (store.meta.spec.mpp, store.meta.spec.size_px) == (0.125, 96)
+    Image.fromarray(draw_images(1, 20)[0]).save(folder / "ADI" / "small.tif")
+    refused(lambda: brought(study, folder, mpp=0.5), "several sizes", "--patch-px")
+    refused(lambda: brought(study, folder, mpp=0.5, size_px=12), "several sizes", "leave --mpp out")
+    brought(study, folder, size_px=12)
+    with PatchStore(study.store_path("C1")) as store:
+        assert store.meta.spec.mpp == 0
+
+
+@pytest.mark.parametrize(
+    ("real", "sites", "data", "expected"),
+    [
+        (False, 2, "patches", ["wsi-fl train --method proxyfl --pipeline small --set train.rounds=3"]),
+        (True, 1, "patches", ["wsi-fl federation approve PLAN --kit KIT"]),
+        (
+            False,
+            1,
+            "features",
+            [
+                f"wsi-fl {command} --pipeline small --set train.rounds=3"
+                for command in ("features --site C1", "train --method regular")
+            ],
+        ),
+    ],
+)
+def test_it_proposes_the_commands_of_its_pipeline(study, tmp_path, real, sites, data, expected):
+    (study.root / "pipelines" / "small.toml").write_text(f'[train]\nrounds = 1\ndata = "{data}"\n')
+    (study.root / "pipelines" / "other.toml").write_text("[train]\nrounds = 1\n")
+    for name in ("C1", "C2")[:sites]:
+        (study.root / "sites" / f"{name}.toml").write_text(f'name = "{name}"\nreal = {json.dumps(real)}\n')
+    folder = class_folders(tmp_path / "NCT", n=3)
+    overrides = ["train.rounds=3"]
+    assert import_patches(study, folder, site="C1", pipeline_name="small", overrides=overrides)["next"] == expected
+
+
 def test_the_command_says_what_it_wrote(study, tmp_path, wsi_fl):
     folder = class_folders(tmp_path / "NCT")
     command = ("import", "--site", "C1", "--format", "patches", "--from", folder)
-    assert "16 training images (ADI" in wsi_fl(*command, cwd=study.root).stderr
+    said = wsi_fl(*command, cwd=study.root).stderr
+    assert "16 training images (ADI" in said and "stores ready; next: wsi-fl " in said
     assert json.loads(wsi_fl(*command, "--patch-px", "12", "--json", cwd=study.root).stdout)["patients"] == 20

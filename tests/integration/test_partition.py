@@ -146,6 +146,38 @@ def test_folders_are_classes_in_alphabetical_order(tmp_path):
     assert np.array_equal(found.train.x, x[[1, 3, 2, 0]]) and found.test is None
 
 
+def test_images_in_folders_inside_a_class_are_refused_and_hidden_ones_are_left_out(tmp_path):
+    for name in ("cat/0", "dog/0", "dog/.ipynb_checkpoints/1"):
+        save(tmp_path / f"{name}.png", pixels(1)[0])
+    assert len(read_data_set(tmp_path).train) == 2
+    save(tmp_path / "mouse/p1/0.png", pixels(1)[0])
+    refused(tmp_path, "mouse: p1/0.png lies in a folder of its own")
+
+
+@pytest.mark.parametrize("suffix", [".jp2", ".webp", ".ppm"])
+def test_images_of_further_formats_are_read(tmp_path, suffix):
+    x = pixels(2, side=32)
+    for name, image in zip(("a/0.png", "a/1"), x, strict=True):
+        path = tmp_path / f"{name}{suffix if name == 'a/1' else ''}"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(image).save(path, **{"lossless": True} if suffix == ".webp" else {})
+    assert np.array_equal(read_data_set(tmp_path).train.x, x)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_pixels_are_white_as_where_a_slide_has_no_scan(tmp_path, mode):
+    rgba = np.zeros((8, 8, 4), np.uint8)
+    rgba[:4] = (90, 90, 90, 255)
+    picture = Image.fromarray(rgba)
+    if mode == "P":
+        picture = picture.convert("RGB").quantize(2)
+        picture.info["transparency"] = picture.getpixel((0, 7))
+    (tmp_path / "a").mkdir()
+    picture.convert(mode).save(tmp_path / "a/0.png")
+    (image,) = read_data_set(tmp_path).train.x
+    assert (image[:4] == 90).all() and (image[4:] == 255).all()
+
+
 def test_train_and_test_folders_share_classes_channels_and_size(tmp_path):
     grey = pixels(3, channels=0)
     for name, image in zip(("train/a/0", "train/b/0", "test/b/0"), grey, strict=True):

@@ -186,6 +186,25 @@ def test_a_slide_without_a_resolution_is_predicted_with_the_given_one(trained, p
     assert row["patches"] == predicted["slides"][0]["patches"]
 
 
+def test_a_slide_is_cut_at_the_resolution_in_the_table_of_its_site_as_tile_cuts_it(study_copy, tmp_path):
+    study, run, slides = study_copy
+    with Slide(slides[0]) as slide:
+        picture, mpp = slide.thumbnail(max(slide.size_l0))[0], slide.mpp
+    (tmp_path / "slides").mkdir()
+    Image.fromarray(picture).save(tmp_path / "slides" / "bare.png")
+    table = tmp_path / "slides.csv"
+    table.write_text(f"slide,patient,site,label,mpp\nbare,p1,C1,tumor,{mpp / 2}\n")
+    file = study.root / "sites" / "C1.toml"
+    file.write_text(f'name = "C1"\nreal = false\nslides = "{tmp_path}/slides/*.png"\nlabels = "{table}"\n')
+    asked = {"site": "C1", "slides": [tmp_path / "slides" / "bare.png"], "out": tmp_path / "out"}
+
+    def side(**said):
+        (row,) = predict(study, run, **asked, **said)["slides"]
+        return float(csv_rows(study.root / row["csv"])[0]["size_l0"])
+
+    assert side() == pytest.approx(2 * side(mpp=mpp), abs=0.01)
+
+
 def test_predict_needs_only_the_run_and_the_slide_and_uses_the_tiling_of_the_store(study_copy, predicted, trained):
     study, run, slides = study_copy
     shutil.rmtree(study.root / "stores")

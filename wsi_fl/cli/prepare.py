@@ -204,7 +204,9 @@ def import_features(
         Path | None, Option(metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split.")
     ] = None,
     encoder: FileEncoder = None,
-    patch_px: Annotated[int | None, Option(min=1, help="Side of a patch in pixels, where the files lack it.")] = None,
+    patch_px: Annotated[
+        int | None, Option(min=1, help="Side of a patch in pixels, where the files lack it; images are scaled to it.")
+    ] = None,
     mpp: Annotated[float | None, Option(min=1e-3, help="µm per pixel of the patches, where the files lack it.")] = None,
     called: EncoderName = None,
     pipeline: Pipeline = None,
@@ -216,12 +218,11 @@ def import_features(
     from wsi_fl.stages.prepare.import_export import ImportFacts, import_features
     from wsi_fl.stages.prepare.import_patches import import_patches, render_patches_lines
     from wsi_fl.stages.prepare.slide_lists import Scope, render_mosaic_lines
-    from wsi_fl.stages.runtime.hints import partition_hint
 
     scope: Scope = {"site": site, "pipeline_name": pipeline, "overrides": overrides or []}
     if form == "patches":
         images = import_patches(study, source, labels=labels, size_px=patch_px, mpp=mpp, **scope)
-        print_document(images, as_json, lambda document: [*render_patches_lines(document), partition_hint(study)])
+        print_document(images, as_json, render_patches_lines)
         return
     if labels is None:
         raise UsageError("--labels names a table of slides, patients and labels")

@@ -255,7 +255,7 @@ def predict(
         str | None, Option(help="Tumour type of the slides, for runs on mosaics. Default: from the store.")
     ] = None,
     mpp: Annotated[
-        float | None, Option(min=0.01, max=1000, help="µm per pixel of these slides. Default: as in the files.")
+        float | None, Option(min=0.01, max=1000, help="µm per pixel of these slides. Default: as in `tile`.")
     ] = None,
     overrides: PredictionOverrides = None,
     gpus: Gpus = None,

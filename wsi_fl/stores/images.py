@@ -24,9 +24,10 @@ from wsi_fl.system.file_names import compose_text, drop_companions, find_file
 from wsi_fl.system.files import refuse_unavailable
 from wsi_fl.types import UsageError, WsiFlError, single_line
 
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".jp2", ".webp", ".ppm", ".pgm"}
 _HDF5 = {".h5", ".hdf5"}
 _MAX_SIDE_PX = 4096
+_SCALING = "--size-px (of import: --patch-px)"
 _MEDMNIST_NAMES = {
     "train_images": "x_train",
     "train_labels": "y_train",
@@ -54,11 +55,13 @@ class ImageSet:
 
     Attributes:
         names: of each image's file, after its folder's, or of its slide in PCam; empty if unknown.
+        source_px: side of the images before they were scaled; None where they were no squares of one size.
     """
 
     x: NDArray[np.uint8]
     y: NDArray[np.int64]
     names: tuple[str, ...] = ()
+    source_px: int | None = None
 
     def __len__(self) -> int:
         return len(self.y)
@@ -86,7 +89,7 @@ def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
         UsageError: when the data are missing, of another form, not squares of one size, or more than fits into memory.
     """
     if size_px is not None and not 1 <= size_px <= _MAX_SIDE_PX:
-        raise UsageError(f"--size-px must be at least 1, and at most {_MAX_SIDE_PX}")
+        raise UsageError(f"{_SCALING} must be at least 1, and at most {_MAX_SIDE_PX}")
     is_pcam = path.is_dir() and _find_pcam(path, "train_x.h5") is not None
     if path.is_dir() and not is_pcam and _find_idx(path, _IDX_NAMES["x_train"]) is None:
         return _read_class_folders(path, size_px)
@@ -223,7 +226,9 @@ def _build_images(
         raise UsageError(f"{path}: {y} holds {labels.max()}; number the classes from 0")
     if names and len(names) != len(labels):
         raise UsageError(f"{path}: its table has {len(names)} rows for the {len(labels)} images in {x}")
-    return ImageSet(_make_square(pixels, size_px, f"{path}: {x}"), labels.astype(np.int64), names)
+    height, width = pixels.shape[1:3]
+    squares = _make_square(pixels, size_px, f"{path}: {x}")
+    return ImageSet(squares, labels.astype(np.int64), names, height if height == width else None)
 
 
 def _convert_pixels(pixels: NDArray[Any], where: str) -> NDArray[np.uint8]:
@@ -249,7 +254,7 @@ def _make_square(pixels: NDArray[np.uint8], size_px: int | None, where: str) -> 
     height, width, channels = pixels.shape[1:]
     if size_px is None:
         if height != width:
-            raise UsageError(f"{where}: images are {width} × {height}; make them squares with --size-px")
+            raise UsageError(f"{where}: images are {width} × {height}; make them squares with {_SCALING}")
         return pixels
     if (height, width) == (size_px, size_px):
         return pixels
@@ -271,9 +276,10 @@ def _read_class_folders(folder: Path, size_px: int | None) -> ImageDataSet:
         [(path, k) for k, name in enumerate(classes) for path in _list_files(find_file(root / name))] for root in roots
     ]
     labels = [np.array([k for _, k in part], np.int64) for part in files]
-    x = _read_pictures(folder, [path for part in files for path, _ in part], size_px)
+    x, source_px = _read_pictures(folder, [path for part in files for path, _ in part], size_px)
     names = [tuple(compose_text(f"{path.parent.name}/{path.stem}") for path, _ in part) for part in files]
-    parts = [ImageSet(*part) for part in zip(np.split(x, [len(labels[0])]), labels, names, strict=False)]
+    pixels = np.split(x, [len(labels[0])])
+    parts = [ImageSet(*part, source_px) for part in zip(pixels, labels, names, strict=False)]
     return ImageDataSet(parts[0], parts[1] if len(parts) > 1 else None, classes)
 
 
@@ -283,6 +289,15 @@ def _list_classes(root: Path) -> tuple[str, ...]:
     classes = tuple(compose_text(path.name) for path in folders if _list_files(path) or not any(path.iterdir()))
     if not any(map(_list_files, folders)):
         raise UsageError(f"{root}: no folder of images in it; make one per class")
+    for folder in folders:
+        inner_paths = (
+            path for path in drop_companions(folder.glob("*/**/*"), folder) if path.suffix.lower() in _SUFFIXES
+        )
+        if inner := next(inner_paths, None):
+            raise UsageError(
+                f"{folder}: {inner.relative_to(folder)} lies in a folder of its own; move such images up, beside the "
+                "others of their class, or out of the data"
+            )
     return classes
 
 
@@ -293,14 +308,16 @@ def _list_files(folder: Path) -> list[Path]:
     return [path for path in paths if path.is_file()]  # a pipe would be waited for
 
 
-def _read_pictures(folder: Path, paths: Sequence[Path], size_px: int | None) -> NDArray[np.uint8]:
-    # return pictures as uint8[n, side, side, c], resized when they are read; c is 1 where none has any colour
-    x = np.empty((0, 0, 0, 1), np.uint8)
+def _read_pictures(folder: Path, paths: Sequence[Path], size_px: int | None) -> tuple[NDArray[np.uint8], int | None]:
+    # return pictures as uint8[n, side, side, c], resized when they are read, and their side before, or None where they
+    # were no squares of one size; c is 1 where none has any colour
+    x, sides = np.empty((0, 0, 0, 1), np.uint8), set[int]()
     for k, path in enumerate(paths):
         picture = _read_picture(path)
+        sides.update(picture.size)
         side = size_px or (len(x[0]) if k else picture.width)
         if size_px is None and picture.size != (side, side):
-            raise UsageError(f"{folder}: images of several sizes, or no squares; make them squares with --size-px")
+            raise UsageError(f"{folder}: images of several sizes, or no squares; make them squares with {_SCALING}")
         if not k:
             refuse_too_large(folder, len(paths) * side**2)
             x = np.empty((len(paths), side, side, 1), np.uint8)
@@ -309,17 +326,20 @@ def _read_pictures(folder: Path, paths: Sequence[Path], size_px: int | None) -> 
             refuse_too_large(folder, 3 * x.size)
             x = np.repeat(x, 3, axis=3)
         x[k] = image[..., : x.shape[3]]
-    return x
+    return x, sides.pop() if len(sides) == 1 else None
 
 
 def _read_picture(path: Path) -> Image.Image:
-    # return a picture as RGB
+    # return a picture as RGB, transparent pixels on white, as glass is
     try:
         with Image.open(path) as picture:
             if picture.mode in ("I", "F"):
                 raise WsiFlError(f"{path}: has {picture.mode} pixels; save it with 8 or 16 bits a channel")
             if picture.mode.startswith("I;16"):  # converting would cut off at 255
                 return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
+            if picture.has_transparency_data:
+                white = Image.new("RGBA", picture.size, "white")
+                return Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
             return picture.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         refuse_unavailable(error, path)

@@ -29,7 +29,7 @@ _UUID = re.compile(r"[._ -]?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNOR
 _BARCODE = re.compile(r"^(tcga-[^.]+)\..*$", re.IGNORECASE)
 _ZEROS = re.compile(r"(?<!\d)0+(?=\d)")
 _SUFFIXES = re.compile(
-    r"(\.(ome|q?ptiff|tiff?|svs|ndpi|mrxs|scn|bif|czi|vsi|dcm|dicom|zarr|isyntax|vms|vmu|svslide|png|jpe?g|bmp|h5|hdf5|"
+    r"(\.(ome|q?ptiff|tiff?|svs|ndpi|mrxs|scn|bif|czi|vsi|dcm|dicom|zarr|isyntax|vms|vmu|svslide|png|jpe?g|jp2|webp|p[gp]m|bmp|h5|hdf5|"
     r"h5ad|pth?|np[yz]|zip))+$",
     re.IGNORECASE,
 )

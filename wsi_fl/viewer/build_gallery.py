@@ -8,12 +8,13 @@ of any site that allows it. Predictions by another site's model are shown where 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from wsi_fl.runs.run_folder import RunFolder
 from wsi_fl.slides.layouts import list_site
 from wsi_fl.slides.reading.formats.dicom_headers import resolve_slide_path
-from wsi_fl.stages.prepare.slide_lists import resolve_sources
+from wsi_fl.stages.prepare.slide_lists import list_table_slides, resolve_sources
 from wsi_fl.stages.runtime.console import print_message
 from wsi_fl.stages.site.run_context import restore_study
 from wsi_fl.stages.site.slide_files import list_slides
@@ -109,10 +110,7 @@ class _SiteSlides:
     def __init__(self, study: Study, site: SiteFile, pipeline: Pipeline) -> None:
         self._study, self.site = study, site
         self.layers = SiteLayers(study, site.name, pipeline)
-        try:
-            records = list_site(site.layout, resolve_sources(study, site))[0]
-        except UsageError:  # the archive was moved; predictions have the paths of their slides
-            records = []
+        records = list_table_slides(study, site)  # predictions have the paths of their slides, too
         self._by_file = {record.path.resolve(): record for record in records}
         self._by_name = {record.slide: record.path.resolve() for record in records}
 
@@ -140,6 +138,7 @@ def _build_exhibit(
         reason = f"a slide of {', '.join(sorted(hidden, key=natural_key))}, which is not shown here"
         return Exhibit(first.slide, None, reason, first.value)
     record = site_slides.find_record(path, first.slide)
+    record = replace(record, mpp_override=first.mpp_l0 or record.mpp_override)
     models = [layer for prediction in predictions for layer in prediction.list_overlays()]
     note = " · ".join(part for part in (first.summary, site_slides.layers.summarize_slide(record.slide)) if part)
     overlays = [*models, *site_slides.layers.list_overlays(record)]

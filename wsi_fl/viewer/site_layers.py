@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -143,14 +144,24 @@ class SiteLayers:
             labels = np.bincount(store.table.label[rows], minlength=len(store.meta.classes))
             counts = [f"{n} {name}" for n, name in zip(labels, store.meta.classes, strict=True) if n]
             reasons = ", ".join(f"{n} {kind}" for kind, n in self._excluded.get(slide, {}).items())
-            no_patches = f"no patch kept: all excluded ({reasons})" if reasons else "no patch kept"
+            no_patches = f"no patch kept: all excluded ({reasons})" if reasons else "no patch in the store"
             parts = [", ".join(counts) or no_patches, *np.unique(store.table.split[rows]).tolist()]
         if self.mosaic is not None and slide in self._bags:
             parts.append(f"mosaic of {self.mosaic.bag_sizes[self._bags[slide]]}")
         return " · ".join(parts)
 
+    def _check_quickhash(self, name: str, slide: Slide) -> None:
+        """Refuse a slide that was replaced since it was tiled; a copy of the store without its shards can't tell."""
+        assert self.store is not None
+        quickhash = ""
+        with self._reading, suppress(WsiFlError):
+            quickhash = str(self.store.open_shard(name).attrs.get("quickhash", ""))
+        if quickhash and quickhash != slide.quickhash:
+            raise WsiFlError(f"{slide.path.name}: not the slide that was tiled; run `wsi-fl tile` again")
+
     def _draw_kept(self, name: str, slide: Slide) -> Layer:
         assert self.store is not None
+        self._check_quickhash(name, slide)
         table, rows = self.store.table, self._rows[name]
         side_l0 = patch_side_l0(self._grid_spec, slide.mpp)
         return patch_layer(table.xy_l0[rows], side_l0, table.label[rows], self.store.meta.classes)
@@ -158,6 +169,7 @@ class SiteLayers:
     def _draw_excluded(self, name: str, slide: Slide) -> Layer:
         """Return the excluded patches; an artifact has the same colour on each slide, unlike all classes."""
         assert self.store is not None
+        self._check_quickhash(name, slide)
         with self._reading:
             excluded = read_marked(self.store.open_shard(name), "aside")
         groups = list(dict.fromkeys([*KINDS, *(cause for _, _, cause in excluded)]))
@@ -228,6 +240,12 @@ class Prediction:
             return None if number is None else finite_or_none(float(number))
         except (KeyError, TypeError, ValueError):
             raise _foreign_error(self.folder) from None
+
+    @property
+    def mpp_l0(self) -> float | None:
+        """µm per level-0 pixel by which the slide was cut, as of `predict --mpp`; None if unknown."""
+        mpp = self.score.get("slide_mpp")
+        return finite_or_none(float(mpp)) if isinstance(mpp, float) else None
 
     @property
     def summary(self) -> str:

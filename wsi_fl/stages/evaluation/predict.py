@@ -25,7 +25,7 @@ from wsi_fl.slides.pictures.drawing import Color, distinct_colors
 from wsi_fl.slides.pictures.heatmap import TOP_K, Caption, PatchPredictions
 from wsi_fl.slides.reading.formats import slide_name
 from wsi_fl.stages.evaluation.slide_predictor import Predictor, SlideImage, SlidePatches, load_predictor
-from wsi_fl.stages.prepare.slide_lists import describe_file, describe_slide
+from wsi_fl.stages.prepare.slide_lists import describe_file, describe_slide, list_table_slides
 from wsi_fl.stages.runtime.console import Lines, NestedProgress, TextLine, TextTable, Watcher, describe_failure
 from wsi_fl.stages.runtime.rank_job import Part, RankJob, take_threads
 from wsi_fl.stages.runtime.slide_work import SlideWork, describe_parts, join_slide_work
@@ -69,7 +69,8 @@ def predict(
     Args:
         out: folder for one folder per slide; default RUN/predictions/SITE.
         tumor_type: of all slides, for runs on mosaics; default: from the site's store.
-        mpp: µm per level-0 pixel of these slides; default: the site file's, else the slides' metadata.
+        mpp: µm per level-0 pixel of these slides; default: that of the site's table, else the site file's, else the
+            slides' metadata.
         overrides: `predict.KEY=VALUE` over the run's configuration.
         part: of the slides; others are left to other jobs, and are `missing`.
     """
@@ -81,10 +82,11 @@ def predict(
         raise UsageError(f"two slides have the name {duplicates[0]}; predict them one after the other with --out")
     predictor = job.run_on_ranks(lambda: load_predictor(study, run_name, site, tumor_type, overrides))
     folder = out.resolve() if out is not None else predictor.run.path / "predictions" / site
-    scale = mpp or predictor.site.mpp_override
+    resolutions = {} if mpp else _read_resolutions(predictor)
+    scales = [mpp or resolutions.get(path.resolve(), predictor.site.mpp_override) for path in slides]
     records = [
         SlideRecord(path, name, "", site, "negative", False, mpp_override=scale)
-        for path, name in zip(slides, names, strict=True)
+        for path, name, scale in zip(slides, names, scales, strict=True)
     ]
 
     with join_slide_work(job, folder, site, "predict", _list_settings(predictor)) as work:
@@ -104,6 +106,12 @@ def predict(
         "table": study.relative_path(table) if table else None,
         "seconds": time.perf_counter() - start_time,
     }
+
+
+def _read_resolutions(predictor: Predictor) -> dict[Path, float | None]:
+    """Return slide's file → µm per level-0 pixel by the site's table, or None, as in `tile`."""
+    records = list_table_slides(predictor.study, predictor.site)
+    return {record.path.resolve(): record.mpp_override for record in records}
 
 
 def _list_settings(predictor: Predictor) -> list[object]:

@@ -245,8 +245,12 @@ def write_image_store(
         names = [patients[split][row] if patients else f"{split}_{row}" for row in rows]
         table = PatchTable.from_images(images.y[rows], split, names, split)
         shard = path.parent / "slides" / f"{split}.h5"
-        meta = ShardMeta(split, split, split, spec, "")
-        batches = (images.x[rows[first : first + _BATCH_ROWS]] for first in range(0, len(rows), _BATCH_ROWS))
+        starts = range(0, len(rows), _BATCH_ROWS)
+        digest = hashlib.sha256()  # else features of other images, with the same labels, would be taken for these
+        for first in starts:
+            digest.update(images.x[rows[first : first + _BATCH_ROWS]].tobytes())
+        meta = ShardMeta(split, split, split, spec, "", digest.hexdigest())
+        batches = (images.x[rows[first : first + _BATCH_ROWS]] for first in starts)
         write_shard(shard, meta, table, batches, channels=channels)
         shards.append(shard)
     counts = link_shards(path, StoreMeta(site, data_set.classes, spec), shards)

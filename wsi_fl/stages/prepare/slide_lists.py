@@ -12,7 +12,7 @@ from typing import Any, Literal, NotRequired, Required, TypedDict, TypeVar, Unpa
 import numpy as np
 
 from wsi_fl.federation.methods import DEFAULT_METHOD, LOCAL_METHOD, METHODS
-from wsi_fl.slides.layouts import Sources, read_site
+from wsi_fl.slides.layouts import Sources, list_site, read_site
 from wsi_fl.slides.patching.slide_survey import digest_mask
 from wsi_fl.stages.runtime.console import Lines, TextLine, TextTable, build_site_table, render_speed_lines
 from wsi_fl.stages.runtime.hints import join_commands, list_release_commands, next_command, pipeline_method
@@ -54,6 +54,14 @@ def resolve_sources(study: Study, site: SiteFile) -> Sources:
         has_labels=not site.is_receiver,
         columns={str(key): name for key, name in site.columns.items()},
     )
+
+
+def list_table_slides(study: Study, site: SiteFile) -> list[SlideRecord]:
+    """Return the slides of a site as its table has them; [] where its archive or table is not here."""
+    try:
+        return list_site(site.layout, resolve_sources(study, site))[0]
+    except UsageError:
+        return []
 
 
 @dataclass(frozen=True)
@@ -406,6 +414,14 @@ def next_commands(
         return ["wsi-fl federation approve PLAN --kit KIT"]
     method = LOCAL_METHOD if is_only_site else method
     return [next_command(f"train --method {method}", pipeline_name, overrides, required)]
+
+
+def list_patch_steps(study: Study, pipeline: Pipeline, **scope: Unpack[Scope]) -> list[str]:
+    """Return the commands between stores of patches and a trained model, with the options of this command."""
+    options: tuple[str | None, Sequence[str]] = scope.get("pipeline_name"), scope.get("overrides", ())
+    features = next_command(f"features {name_scope(scope)}", *options)
+    steps = [features] if pipeline.train.data == "features" else []
+    return [*steps, *next_commands(study, pipeline.train.data, **scope)]
 
 
 def first_failure(failed: Sequence[ExcludedSlide]) -> str:

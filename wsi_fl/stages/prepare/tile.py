@@ -29,7 +29,7 @@ from wsi_fl.stages.prepare.slide_lists import Outcome, PartRow, Scope, SlideList
 from wsi_fl.stages.prepare.tile_plans import Plans, build_grid_spec, plan_slides, select_patches
 from wsi_fl.stages.prepare.write_shards import ShardWriter
 from wsi_fl.stages.runtime.console import Lines, TextLine, Watcher, print_message
-from wsi_fl.stages.runtime.hints import join_commands, next_command
+from wsi_fl.stages.runtime.hints import join_commands
 from wsi_fl.stages.runtime.rank_job import Part, RankJob
 from wsi_fl.stages.runtime.slide_work import SlideWork, join_slide_work
 from wsi_fl.stores.fields import StoreMeta
@@ -110,16 +110,8 @@ def tile_slides(
     rows = [row for slides in site_lists if (row := _tile_site(slides, job, progress, scans, parts))]
     if not job.is_first:
         return {}
-    steps = [] if parts else _next_steps(study, site_lists[0], **scope)
+    steps = [] if parts else slide_lists.list_patch_steps(study, site_lists[0].pipeline, **scope)
     return {"sites": rows, "parts": parts, "copies": describe_shared(scans), "next": steps}
-
-
-def _next_steps(study: Study, slides: SlideList, **scope: Unpack[Scope]) -> list[str]:
-    """Return the commands between stores and a trained model, with the options of this command."""
-    options: tuple[str | None, Sequence[str]] = scope.get("pipeline_name"), scope.get("overrides", ())
-    features = next_command(f"features {slide_lists.name_scope(scope)}", *options)
-    steps = [features] if slides.pipeline.train.data == "features" else []
-    return [*steps, *slide_lists.next_commands(study, slides.pipeline.train.data, **scope)]
 
 
 def _tile_site(
