@@ -43,6 +43,7 @@ def query_tiff(path: Path, query: Callable[[TiffFile], _Value], default: _Value)
 
     try:
         with TiffFile(path) as tif:
+            tif.pages.cache = True  # a directory is parsed once, however often a query looks at all
             return query(tif)
     except (MemoryError, WsiFlError):
         raise
@@ -266,7 +267,6 @@ def list_pages(tif: TiffFile) -> list[TiffPage]:
 
     pages: list[TiffPage] = []
     offsets: set[int] = set()
-    tif.pages.cache = True  # a page is read once, however often its file is asked
     for page in tif.pages:
         if page.offset in offsets:
             raise WsiFlError(f"{tif.filename}: its list of directories is damaged")
