@@ -13,6 +13,8 @@ from wsi_fl.study.folder import Study, find_shipped_folder
 from wsi_fl.synthesis.stages.generator_training import build_check_hint
 from wsi_fl.synthesis.stages.generator_types import load_kind
 
+OTHER = Path("other.npz")
+"""Images that no shipped pipeline names."""
 SHIPPED = sorted(path.stem for path in find_shipped_folder("pipelines").glob("*.toml"))
 
 
@@ -37,7 +39,7 @@ def test_a_proposed_command_keeps_what_was_given_for_a_shell():
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_partition_proposes_the_commands_of_the_only_pipeline(tmp_path, name):
-    hint = partition_hint(study_of(tmp_path, name)).text.removeprefix("stores ready; next: ")
+    hint = partition_hint(study_of(tmp_path, name), OTHER).text.removeprefix("stores ready; next: ")
     for command in hint.split(" && "):
         parse_stated_command(command)
         assert "partition" not in command and (f"--pipeline {name}" in command or "--pipeline" not in command)
@@ -45,32 +47,32 @@ def test_partition_proposes_the_commands_of_the_only_pipeline(tmp_path, name):
 
 def test_partition_names_method_and_pipeline(tmp_path):
     study = study_of(tmp_path, "mpcpa_small")
-    assert partition_hint(study).text == (
+    assert partition_hint(study, OTHER).text == (
         "stores ready; next: wsi-fl train --method mpcpa --pipeline mpcpa_small --baselines"
     )
     (tmp_path / "pipelines" / "mpcpa_small.toml").rename(tmp_path / "pipelines" / "of_mine.toml")
-    assert "--method mpcpa --pipeline of_mine --baselines" in partition_hint(study).text
+    assert "--method mpcpa --pipeline of_mine --baselines" in partition_hint(study, OTHER).text
     assert pipeline_method(study, None) == "mpcpa"
 
 
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("data/mnist_70k.npz", "next: wsi-fl train --method proxyfl --pipeline mnist"),
-        ("/usr/share/datasets/fashion-mnist", "next: wsi-fl train --method proxyfl --pipeline fashion_mnist"),
-        ("other.npz", "--pipeline NAME (fashion_mnist, mnist, mnist_heterogeneous, …)"),
+        (Path("data/mnist_70k.npz"), "next: wsi-fl train --method proxyfl --pipeline mnist"),
+        (Path("/usr/share/datasets/fashion-mnist"), "next: wsi-fl train --method proxyfl --pipeline fashion_mnist"),
+        (OTHER, "--pipeline NAME (fashion_mnist, mnist, mnist_heterogeneous, …)"),
     ],
 )
 def test_partition_proposes_the_pipeline_of_its_images(tmp_path, source, expected):
     study = study_of(tmp_path, "camelyon17", "fashion_mnist", "mnist", "mnist_heterogeneous")
-    assert partition_hint(study, Path(source)).text.endswith(expected)
+    assert partition_hint(study, source).text.endswith(expected)
 
 
 @pytest.mark.parametrize(
     ("names", "words"), [((), "--pipeline NAME"), (("a",), "--method proxyfl"), (("a", "b"), "--pipeline NAME (a, b")]
 )
 def test_partition_proposes_the_default_method_without_a_single_described_pipeline(tmp_path, names, words):
-    hint = partition_hint(study_of(tmp_path, *names, text="[train]\nrounds = 3\n")).text
+    hint = partition_hint(study_of(tmp_path, *names, text="[train]\nrounds = 3\n"), OTHER).text
     assert hint.startswith("stores ready; next: wsi-fl train --method proxyfl") and words in hint
 
 

@@ -138,11 +138,12 @@ def test_folders_are_classes_in_alphabetical_order(tmp_path):
         save(tmp_path / name, x[k])
     (tmp_path / "dog" / "notes.txt").write_text("not a picture")
     (tmp_path / "dog" / "._1.png").write_text("what some systems leave")
-    (tmp_path / "fox").mkdir()  # a class without images, which others have
+    (tmp_path / "empty").mkdir()
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "readme.txt").write_text("no class")
     found = read_data_set(tmp_path)
-    assert found.classes == ("cat", "dog", "fox") and found.train.y.tolist() == [0, 0, 1, 1]
+    assert found.classes == ("cat", "dog") and found.train.y.tolist() == [0, 0, 1, 1]
+    assert read_data_set(tmp_path, empty_classes=True).classes == ("cat", "dog", "empty")
     assert np.array_equal(found.train.x, x[[1, 3, 2, 0]]) and found.test is None
 
 

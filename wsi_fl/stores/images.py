@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -76,14 +77,14 @@ class ImageDataSet:
     classes: tuple[str, ...]
 
 
-def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
+def read_data_set(path: Path, size_px: int | None = None, *, empty_classes: bool = False) -> ImageDataSet:
     """Read an npz or HDF5 file (`x`, `y`, or `x_train`, `y_train`, `x_test`, `y_test`) or a folder.
 
     MedMNIST's names of arrays are known too; its validation images are not read. A folder holds the files of MNIST or
     of a data set in its format, as they are or as `.gz`, or one subfolder of images per class, or `train/` and `test/`
     with these, or PCam's files: `*_train_x.h5` and `*_train_y.h5`, the same of `test`, and `*_meta.csv`. Pixels are
     uint8, or floats in [0, 1]. With `size_px` images are scaled to squares of that size; without it they must be
-    squares.
+    squares. With `empty_classes` an empty subfolder is a class without images, which other hospitals have.
 
     Raises:
         UsageError: when the data are missing, of another form, not squares of one size, or more than fits into memory.
@@ -92,7 +93,7 @@ def read_data_set(path: Path, size_px: int | None = None) -> ImageDataSet:
         raise UsageError(f"{_SCALING} must be at least 1, and at most {_MAX_SIDE_PX}")
     is_pcam = path.is_dir() and _find_pcam(path, "train_x.h5") is not None
     if path.is_dir() and not is_pcam and _find_idx(path, _IDX_NAMES["x_train"]) is None:
-        return _read_class_folders(path, size_px)
+        return _read_class_folders(path, size_px, empty_classes)
     if not path.is_dir() and not path.is_file():  # or a pipe, which would be waited for
         raise UsageError(f"{path}: no such file or folder")
     arrays = _read_arrays(path)
@@ -265,12 +266,12 @@ def _make_square(pixels: NDArray[np.uint8], size_px: int | None, where: str) -> 
     return out
 
 
-def _read_class_folders(folder: Path, size_px: int | None) -> ImageDataSet:
+def _read_class_folders(folder: Path, size_px: int | None, empty_classes: bool) -> ImageDataSet:
     is_split = (folder / "train").is_dir()
     roots = [folder / "train", folder / "test"] if is_split else [folder]
     roots = [root for root in roots if root.is_dir()]
-    classes = _list_classes(roots[0])
-    if unknown := sorted(set(_list_classes(roots[-1])) - set(classes)):
+    classes = _list_classes(roots[0], empty_classes)
+    if unknown := sorted(set(_list_classes(roots[-1], False)) - set(classes)):
         raise UsageError(f"{roots[-1]}: {unknown[0]} is no class of {roots[0]}")
     files = [
         [(path, k) for k, name in enumerate(classes) for path in _list_files(find_file(root / name))] for root in roots
@@ -283,11 +284,13 @@ def _read_class_folders(folder: Path, size_px: int | None) -> ImageDataSet:
     return ImageDataSet(parts[0], parts[1] if len(parts) > 1 else None, classes)
 
 
-def _list_classes(root: Path) -> tuple[str, ...]:
-    # return the names of folders with images, and of empty ones, for classes that a hospital lacks
+def _list_classes(root: Path, empty_classes: bool) -> tuple[str, ...]:
+    # return the names of folders with images, and of empty ones where these are classes
     folders = [path for path in drop_companions(root.iterdir()) if path.is_dir()]
-    classes = tuple(compose_text(path.name) for path in folders if _list_files(path) or not any(path.iterdir()))
-    if not any(map(_list_files, folders)):
+    filled = {path for path in folders if _list_files(path)}
+    is_class = [path in filled or (empty_classes and not any(path.iterdir())) for path in folders]
+    classes = tuple(compose_text(path.name) for path in compress(folders, is_class))
+    if not filled:
         raise UsageError(f"{root}: no folder of images in it; make one per class")
     for folder in folders:
         inner_paths = (

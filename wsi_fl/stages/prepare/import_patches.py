@@ -58,7 +58,7 @@ def import_patches(
     """
     pipeline, (site_file,) = select_sites(study, **scope)
     site = site_file.name
-    data_set = read_data_set(source, size_px)
+    data_set = read_data_set(source, size_px, empty_classes=True)
     mpp_scaled = 0.0 if mpp is None else _scale_mpp(source, data_set, mpp)
     by_image = _read_patients(labels, site) if labels else None
     patients = {"train": _list_patients(data_set.train, by_image, labels, "train")}

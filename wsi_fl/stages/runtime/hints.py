@@ -78,15 +78,14 @@ def join_commands(commands: Sequence[str]) -> str:
     return " && ".join(commands) + note
 
 
-def partition_hint(study: Study, source: Path | None = None) -> TextLine:
+def partition_hint(study: Study, source: Path) -> TextLine:
     """Return the line that follows a partition: the commands of a pipeline, as its file begins.
 
     Args:
         source: the images' file or folder. Of several pipelines it selects the first whose own images have its name.
     """
     headers = {name: study.read_header(name).removeprefix("#").strip() for name in study.pipeline_names()}
-    name_of_images = source.name if source else ""
-    made_for = [name for name, header in headers.items() if _find_image_name(header) == name_of_images != ""]
+    made_for = [name for name, header in headers.items() if _find_image_name(header) == source.absolute().name]
     if len(headers) != 1 and not made_for:
         candidates = [name for name, header in headers.items() if _find_image_name(header)] or list(headers)
         note = f" ({', '.join(candidates[:_MAX_NAMED_PIPELINES])}, …)" if candidates else ""
