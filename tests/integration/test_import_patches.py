@@ -123,7 +123,7 @@ def test_a_hospital_that_lacks_a_class_has_an_empty_folder_of_it(study, tmp_path
     (folder / "notes" / "readme.txt").write_text("no class")
     alone = brought(study, folder)
     assert list(alone["sites"][0]["classes"]) == ["TUM"]
-    assert any("make an empty folder" in line.text for line in render_patches_lines(alone))
+    assert any("its only class is TUM: " in line.text for line in render_patches_lines(alone))
     (folder / "ADI").mkdir()
     document = brought(study, folder)
     (row,) = document["sites"]

@@ -136,9 +136,10 @@ def render_patches_lines(document: _PatchesDocument) -> Lines:
     counts = f"{row['train']} training images ({classes}), {row['test']} of the test set"
     yield TextLine(f"{row['store']}: {counts}, {document['patients']} patients")
     if len(row["classes"]) == 1:
+        (name,) = row["classes"]
         yield TextLine(
-            f"  its only class is {classes}: other hospitals must have the same classes, so make an empty folder for "
-            "each that this one lacks, and import again",
+            f"  its only class is {name}: other hospitals must have the same classes, so make an empty folder for each "
+            "that this one lacks, and import again",
             "bold yellow",
         )
     yield from (TextLine(f"  {line}", "bold yellow") for line in document["copies"])
