@@ -115,9 +115,9 @@ def list_cautions(rows: Sequence[Json], tests: Sequence[Json], *, classes: bool 
     Args:
         classes: whether the task is one of classes.
     """
-    balance = " and the weights of its classes" if classes else ""
+    balance = " and the weights of classes" if classes else ""
     sentences = [
-        f"Local models chose their regularisation{balance} by cross-validation on the site's patients. Tune every "
+        f"Local models chose their regularisation{balance} by cross-validation on each site's patients. Tune every "
         "method and the pooled model as carefully before you believe in a loss."
     ]
     if any(test["unit"] == "fold" for test in tests):
